@@ -1,0 +1,23 @@
+"""Errors of a worker process.
+
+    WorkerError
+    ├── ConfigError     a setting is missing or wrong: the process does not start
+    ├── LoadError       the model or the device cannot be brought up: the process ends, exit code 1
+    └── RequestError    one request cannot run; the others go on
+"""
+
+
+class WorkerError(Exception):
+    """Base of all; the message is one sentence that a user can act on."""
+
+
+class ConfigError(WorkerError):
+    pass
+
+
+class LoadError(WorkerError):
+    pass
+
+
+class RequestError(WorkerError):
+    pass
