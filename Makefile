@@ -1,0 +1,100 @@
+# `make serve` answers on http://127.0.0.1:8000, `make test` runs every test. Both set up what they
+# need the first time: a virtual environment in .venv with the versions of requirements/lock.txt.
+#
+#   make PYTHON=/path/to/python3.12 …   another interpreter than the one found
+#   make serve ARGS="--port 9000"       more options for the command behind a target
+#   make VENV=/tmp/env …                another place for the virtual environment
+
+SHELL := /bin/sh
+VENV ?= .venv
+MODEL ?= smollm2-135m-instruct
+PYTHON ?=
+ARGS ?=
+
+# Installed before everything else: a range in another requirement would bring a different build.
+TORCH := torch==2.13.0
+PIP := $(VENV)/bin/python -m pip --disable-pip-version-check
+EXTRAS := worker,embedded,postgres,loadtest,dev
+
+# Sets $$python to an interpreter that can make the environment, or ends with one sentence.
+define find_python
+usable='import sys, ensurepip, venv; sys.exit(sys.version_info < (3, 11))'; python=; \
+for candidate in $(or $(PYTHON),python3.11 python3.12 python3.13 python3); do \
+  if "$$candidate" -c "$$usable" >/dev/null 2>&1; then python=$$candidate; break; fi; \
+done; \
+if [ -z "$$python" ]; then \
+  echo "tpugate needs Python 3.11 or newer with the venv module$(if $(PYTHON),; PYTHON=$(PYTHON) is not one,; install python3.11 (Debian: python3.11-venv) or name one: make PYTHON=/path/to/python)." >&2; \
+  exit 1; \
+fi
+endef
+
+.PHONY: help serve test lint format validate lock loadtest bench bench-gateway clean
+.PHONY: lint-style lint-format lint-types lint-imports
+.PHONY: validate-images validate-compose validate-kubernetes
+
+help: ## What can be made
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1|\2/p' Makefile | column -t -s '|' 2>/dev/null \
+	  || sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1  \2/p' Makefile
+
+serve: $(VENV)/.installed ## Start everything on this machine and answer on port 8000
+	@exec $(VENV)/bin/tpugate serve --model $(MODEL) $(ARGS)
+
+test: $(VENV)/.installed ## Run every test
+	@exec $(VENV)/bin/python -m pytest $(ARGS)
+
+lint: lint-style lint-format lint-types lint-imports ## Style, formatting, types, import contracts
+lint-style: $(VENV)/.installed
+	$(VENV)/bin/ruff check .
+lint-format: $(VENV)/.installed
+	$(VENV)/bin/ruff format --check .
+lint-types: $(VENV)/.installed
+	$(VENV)/bin/mypy
+lint-imports: $(VENV)/.installed
+	$(VENV)/bin/lint-imports
+
+format: $(VENV)/.installed ## Rewrite the sources in the house style
+	$(VENV)/bin/ruff check --fix .
+	$(VENV)/bin/ruff format .
+
+validate: validate-images validate-compose validate-kubernetes ## Check deploy/, offline
+validate-images: $(VENV)/.installed
+	$(VENV)/bin/hadolint --config deploy/hadolint.yaml deploy/gateway.Dockerfile deploy/worker.Dockerfile
+validate-compose: $(VENV)/.installed
+	$(VENV)/bin/check-jsonschema --builtin-schema vendor.compose-spec deploy/compose.yaml
+validate-kubernetes: $(VENV)/.installed
+	$(VENV)/bin/kubernetes-validate --strict --quiet deploy/kubernetes/*.yaml
+
+loadtest: $(VENV)/.installed ## Locust against a running server (make loadtest ARGS="--host …")
+	@exec $(VENV)/bin/locust -f loadtests/locustfile.py --headless $(ARGS)
+
+bench: $(VENV)/.installed ## Throughput, latency, memory and start-up of the default model
+	@exec $(VENV)/bin/python -m benchmarks.serve $(ARGS)
+
+bench-gateway: $(VENV)/.installed ## What gateway, queue and worker process add to a request
+	@exec $(VENV)/bin/python -m benchmarks.gateway $(ARGS)
+
+lock: ## Resolve pyproject.toml anew and write requirements/lock.txt
+	@set -e; $(find_python); fresh=$$(mktemp -d); trap 'rm -rf "$$fresh"' EXIT; \
+	"$$python" -m venv "$$fresh"; \
+	pip="$$fresh/bin/python -m pip --disable-pip-version-check"; \
+	$$pip install --quiet $(TORCH); \
+	$$pip install --quiet '.[$(EXTRAS)]'; \
+	{ sed -n '/^#/p' requirements/lock.txt; \
+	  $$pip freeze --exclude tpugate | sed 's/^\([^ ]*==[^ +]*\)+[a-z0-9.]*/\1/'; \
+	} > "$$fresh/lock.txt"; \
+	cp "$$fresh/lock.txt" requirements/lock.txt
+
+clean: ## Forget the virtual environment and all caches
+	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .import_linter_cache
+
+# Stamps, not phony targets: the second `make` starts at once.
+$(VENV)/.requirements: requirements/lock.txt
+	@$(find_python); echo "Setting up $(VENV) with $$python (once, a few minutes)" >&2; \
+	"$$python" -m venv $(VENV)
+	@$(PIP) install --quiet $(TORCH)
+	@$(PIP) install --quiet --requirement requirements/lock.txt
+	@touch $@
+
+$(VENV)/.installed: $(VENV)/.requirements pyproject.toml
+	@$(PIP) install --quiet --no-deps --no-build-isolation --editable .
+	@touch $@
