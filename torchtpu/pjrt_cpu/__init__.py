@@ -1,0 +1,1 @@
+"""TorchTPU without a TPU: a shim that presents XLA's CPU plugin as the `tpu` device."""

@@ -1,0 +1,44 @@
+"""How much memory this process may use, in bytes, as the kernel and its control groups tell."""
+
+from pathlib import Path
+
+# A control group without a limit reports a number near the largest one (version 1) or "max" (2).
+_UNLIMITED = 1 << 60
+
+
+def _read_number(path: Path) -> int | None:
+    try:
+        return int(path.read_text(encoding="ascii"))
+    except (OSError, ValueError):
+        return None
+
+
+def _control_group_headroom(root: Path) -> int | None:
+    """Bytes left below the memory limit of the control group mounted at `root`, None without one."""
+    for limit_file, usage_file in (
+        ("memory.max", "memory.current"),
+        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
+    ):
+        limit = _read_number(root / limit_file)
+        usage = _read_number(root / usage_file)
+        if limit is not None and usage is not None and limit < _UNLIMITED:
+            return max(0, limit - usage)
+    return None
+
+
+def available_memory_bytes(
+    meminfo: Path = Path("/proc/meminfo"), control_group: Path = Path("/sys/fs/cgroup")
+) -> int:
+    """Bytes that can be allocated now without swapping; 0 where the kernel does not tell.
+
+    The smaller of the machine's MemAvailable and what the control group leaves.
+    """
+    available = 0
+    try:
+        for line in meminfo.read_text(encoding="ascii").splitlines():
+            if line.startswith("MemAvailable:"):
+                available = int(line.split()[1]) * 1024
+    except (OSError, ValueError, IndexError):
+        return 0
+    headroom = _control_group_headroom(control_group)
+    return available if headroom is None else min(available, headroom)
