@@ -1,0 +1,157 @@
+"""Settings of a worker process: the only reader of `TPUGATE_*` variables in `workers`."""
+
+import math
+import os
+import re
+import secrets
+import socket
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, Literal, get_args
+from urllib.parse import urlsplit
+
+from workers.errors import ConfigError
+
+EngineKind = Literal["model", "fake"]
+Device = Literal["tpu", "cpu", "cuda"]
+Dtype = Literal["auto", "bfloat16", "float16", "float32"]
+
+REDIS_SCHEMES = ("redis", "rediss", "unix")
+SCRIPTED_MODEL = "m-small"
+SCRIPTED_ROWS = 256
+MODEL_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/@+-]{0,199}")
+
+
+@dataclass(frozen=True)
+class WorkerConfig:
+    """One replica's settings. `None` leaves the choice to the engine."""
+
+    model: str = ""
+    """A catalogue id, hub id, folder or file; empty only for the scripted engine."""
+    served_name: str = ""
+    """What clients call the model; the model's own id if empty."""
+    engine: EngineKind = "model"
+    redis_url: str = "redis://127.0.0.1:6379/0"
+    worker_id: str = ""
+    """Unique for each process that ever lived; made from host name and chance if empty."""
+    device: Device = "tpu"
+    dtype: Dtype = "auto"
+    max_rows: int | None = None
+    """Choices that run at once."""
+    num_blocks: int | None = None
+    block_len: int | None = None
+    """Tokens of one KV block."""
+    context_len: int | None = None
+    """Tokens of prompt and answer together."""
+    drain_timeout_s: float = 30.0
+    step_delay_s: float = 0.0
+    """Length of a step of the scripted engine."""
+    data_dir: Path = Path("~/.local/share/tpugate")
+    """Holds the models and, unless `compile_cache_dir` is given, the compiled programs."""
+    compile_cache_dir: Path | None = None
+    log_level: str = "INFO"
+
+    @property
+    def model_name(self) -> str:
+        """The name in streams, keys and HTTP bodies."""
+        return self.served_name or self.model or SCRIPTED_MODEL
+
+
+def load_config(
+    overrides: Mapping[str, Any], environ: Mapping[str, str] | None = None
+) -> WorkerConfig:
+    """Settings from command-line flags (`overrides`, None is not given), then `TPUGATE_*`, then defaults.
+
+    Raises `ConfigError` with one sentence that names the setting.
+    """
+    environ = os.environ if environ is None else environ
+    values: dict[str, Any] = {}
+    for item in fields(WorkerConfig):
+        given = overrides.get(item.name)
+        if given is None:
+            given = environ.get(f"TPUGATE_{item.name.upper()}") or None
+        if given is not None:
+            values[item.name] = _PARSERS.get(item.name, _text)(item.name, given)
+    values.setdefault("worker_id", _fresh_worker_id())
+    values["data_dir"] = values.get("data_dir", WorkerConfig.data_dir).expanduser()
+    config = WorkerConfig(**values)
+    _check(config)
+    return config
+
+
+def _fresh_worker_id() -> str:
+    host = re.sub(r"[^A-Za-z0-9-]", "-", socket.gethostname())[:40] or "worker"
+    return f"{host}-{secrets.token_hex(4)}"
+
+
+def _check(config: WorkerConfig) -> None:
+    if config.engine == "model" and not config.model:
+        raise ConfigError("No model is named: give --model (or TPUGATE_MODEL).")
+    if not MODEL_NAME.fullmatch(config.model_name) and not config.served_name:
+        raise ConfigError(
+            f"The model reference {config.model_name!r} is no name for clients: give --served-name."
+        )
+    if not MODEL_NAME.fullmatch(config.model_name):
+        raise ConfigError(f"The served name {config.served_name!r} has characters that are not allowed.")
+    scheme = urlsplit(config.redis_url).scheme
+    if scheme not in REDIS_SCHEMES:
+        raise ConfigError(
+            f"The Redis URL must begin with redis://, rediss:// or unix://, not {scheme or 'nothing'}."
+        )
+
+
+def _text(name: str, value: object) -> str:
+    return str(value).strip()
+
+
+def _path(name: str, value: object) -> Path:
+    return Path(str(value)).expanduser()
+
+
+def _count(name: str, value: object) -> int:
+    try:
+        number = int(str(value))
+    except ValueError:
+        number = 0
+    if number < 1:
+        raise ConfigError(f"{_spoken(name)} must be a whole number of at least 1, not {value!r}.")
+    return number
+
+
+def _seconds(name: str, value: object) -> float:
+    try:
+        number = float(str(value))
+    except ValueError:
+        number = -1.0
+    if not math.isfinite(number) or number < 0:
+        raise ConfigError(f"{_spoken(name)} must be a number of seconds, not {value!r}.")
+    return number
+
+
+def _choice(name: str, value: object) -> str:
+    allowed = _CHOICES[name]
+    text = str(value).strip()
+    if name == "log_level":
+        text = text.upper()
+    if text not in allowed:
+        raise ConfigError(f"{_spoken(name)} must be one of {', '.join(allowed)}, not {text!r}.")
+    return text
+
+
+def _spoken(name: str) -> str:
+    return f"--{name.replace('_', '-')} (TPUGATE_{name.upper()})"
+
+
+_CHOICES: dict[str, tuple[str, ...]] = {
+    "engine": get_args(EngineKind),
+    "device": get_args(Device),
+    "dtype": get_args(Dtype),
+    "log_level": ("DEBUG", "INFO", "WARNING", "ERROR"),
+}
+_PARSERS: dict[str, Any] = {
+    **dict.fromkeys(_CHOICES, _choice),
+    **dict.fromkeys(("max_rows", "num_blocks", "block_len", "context_len"), _count),
+    **dict.fromkeys(("drain_timeout_s", "step_delay_s"), _seconds),
+    **dict.fromkeys(("data_dir", "compile_cache_dir"), _path),
+}

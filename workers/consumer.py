@@ -1,0 +1,117 @@
+"""Reads a model's requests and aborts from Redis.
+
+An entry is pending with the worker that read it until it is acknowledged, so nothing is lost with a
+worker: whoever is ready and has room takes over what is pending with a worker whose status key is gone.
+"""
+
+import time
+from importlib.resources import files
+from typing import Any
+
+import msgspec
+from redis.asyncio import Redis
+from redis.exceptions import ResponseError
+
+from workers.claims import Entry
+from workers.link import BLOCK_S
+from workers.protocol import (
+    PAYLOAD_FIELD,
+    REQUEST_GROUP,
+    AbortRequest,
+    aborts_stream,
+    decode,
+    requests_stream,
+    worker_key,
+)
+
+RETURNED = "returned"
+"""The consumer that holds entries given back; it never has a status key, so others take them at once."""
+ABORTS_LOOK_BACK_S = 60
+"""A starting worker also reads the aborts of the last minute: it may take over older requests."""
+ABORTS_BATCH = 1_000
+
+
+def _script(name: str) -> str:
+    return files("workers").joinpath("lua", name).read_text(encoding="utf-8")
+
+
+class RequestQueue:
+    """The requests stream of one model, seen by one worker. Every method raises `link.OUTAGE`."""
+
+    def __init__(self, redis: "Redis[bytes]", model: str, worker_id: str) -> None:
+        self._redis = redis
+        self._worker_id = worker_id
+        self.stream = requests_stream(model)
+        self._reclaim = redis.register_script(_script("reclaim.lua"))
+        self._leave = redis.register_script(_script("leave.lua"))
+
+    async def ensure_group(self) -> None:
+        """Create stream and group unless they are there; entries older than the group count too."""
+        try:
+            await self._redis.xgroup_create(self.stream, REQUEST_GROUP, id="0", mkstream=True)
+        except ResponseError as error:
+            if not str(error).startswith("BUSYGROUP"):
+                raise
+
+    async def read(self, count: int) -> list[Entry]:
+        """At most `count` new entries; waits up to `BLOCK_S` for the first."""
+        return await self._read(">", count, block_ms=int(1000 * BLOCK_S))
+
+    async def read_pending(self, count: int) -> list[Entry]:
+        """What is pending with this worker, oldest first: a reply of `read` may have been lost."""
+        return await self._read("0", count, block_ms=None)
+
+    async def reclaim(self, count: int) -> list[Entry]:
+        """Take over at most `count` entries from workers that are gone."""
+        taken: Any = await self._reclaim(
+            keys=[self.stream], args=[REQUEST_GROUP, self._worker_id, count, worker_key("")]
+        )
+        return [Entry(entry_id, payload, deliveries) for entry_id, payload, deliveries in taken]
+
+    async def give_back(self, entry_ids: list[bytes]) -> None:
+        """Let other workers have these entries at once; nothing was sent for them."""
+        await self._redis.xclaim(
+            self.stream, REQUEST_GROUP, RETURNED, 0, entry_ids, justid=True
+        )
+
+    async def drop(self, entry_id: bytes) -> None:
+        """Remove an entry that is no request."""
+        async with self._redis.pipeline(transaction=True) as pipe:
+            pipe.xack(self.stream, REQUEST_GROUP, entry_id)
+            pipe.xdel(self.stream, entry_id)
+            await pipe.execute()
+
+    async def leave(self) -> None:
+        """Remove this worker's consumer if nothing is pending with it."""
+        await self._leave(keys=[self.stream], args=[REQUEST_GROUP, self._worker_id])
+
+    async def _read(self, start: str, count: int, block_ms: int | None) -> list[Entry]:
+        reply: Any = await self._redis.xreadgroup(
+            REQUEST_GROUP, self._worker_id, {self.stream: start}, count=count, block=block_ms
+        )
+        entries = reply[0][1] if reply else []
+        # The fields of a pending entry that was deleted are None.
+        return [Entry(entry_id, fields.get(PAYLOAD_FIELD, b"")) for entry_id, fields in entries if fields]
+
+
+class AbortFeed:
+    """The aborts stream of one model, read from a minute before now on."""
+
+    def __init__(self, redis: "Redis[bytes]", model: str) -> None:
+        self._redis = redis
+        self._stream = aborts_stream(model)
+        self._last_id: bytes | str = f"{int(1000 * (time.time() - ABORTS_LOOK_BACK_S))}-0"
+
+    async def read(self) -> list[str]:
+        """Request ids to abort; waits up to `BLOCK_S` for the first. Raises `link.OUTAGE`."""
+        reply: Any = await self._redis.xread(
+            {self._stream: self._last_id}, count=ABORTS_BATCH, block=int(1000 * BLOCK_S)
+        )
+        request_ids = []
+        for entry_id, fields in reply[0][1] if reply else []:
+            self._last_id = entry_id
+            try:
+                request_ids.append(decode(AbortRequest, fields.get(PAYLOAD_FIELD, b"")).request_id)
+            except msgspec.DecodeError:
+                continue
+        return request_ids

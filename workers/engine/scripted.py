@@ -1,0 +1,261 @@
+"""An engine whose output anybody can compute by hand: it emits the request's script, a token a step.
+
+The service, the gateway and a client's own tests run against it as against a model: the same batching,
+limits, stop strings, held-back characters and aborts, only without weights. Three tokens stand for faults:
+
+    FAIL  the request ends with an error        HANG  the request rests until it is aborted
+    EXIT  the process dies at once, as if it had been killed
+"""
+
+import hashlib
+import os
+import time
+import zlib
+from collections import deque
+from dataclasses import dataclass
+
+import msgspec
+from tokenizers import AddedToken, Tokenizer
+from tokenizers.decoders import ByteLevel as ByteLevelDecoder
+from tokenizers.models import BPE
+from tokenizers.pre_tokenizers import ByteLevel
+
+from workers.engine.interface import EngineStats, LoadedEngine, Progress
+from workers.engine.output_processor import BytesDetokenizer, ChoiceOutput, Emission
+from workers.errors import RequestError
+from workers.protocol import FinishReason, GenerateRequest, ModelCard, OutputDelta, Usage
+
+FAIL = b"\x00FAIL"
+HANG = b"\x00HANG"
+EXIT = b"\x00EXIT"
+FAULTS = frozenset((FAIL, HANG, EXIT))
+EXIT_CODE = 70
+FAILURE = "The script asked for a failure."
+CONTEXT_LEN = 8192
+SPECIAL_TOKENS = ("<|im_start|>", "<|im_end|>")
+CHAT_TEMPLATE = (
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n"
+    "{{ message['content'] or '' }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+@dataclass
+class _Choice:
+    index: int
+    output: ChoiceOutput
+    is_held: bool = False
+
+
+class _Run:
+    """A request that has its rows."""
+
+    def __init__(self, request: GenerateRequest, context_len: int) -> None:
+        self.request = request
+        self.script = request.script or ()
+        self.seq = 0
+        room = min(request.sampling.max_tokens, context_len - len(request.prompt_token_ids))
+        # A script's tokens are numbered by place, so ids of the vocabulary mean nothing here.
+        sampling = msgspec.structs.replace(request.sampling, stop_token_ids=())
+        self.choices = [
+            _Choice(i, ChoiceOutput(sampling, BytesDetokenizer(self.script), frozenset(), room))
+            for i in range(request.n)
+        ]
+        self.num_tokens = 0
+
+    @property
+    def is_held(self) -> bool:
+        return all(choice.is_held for choice in self.choices)
+
+    def advance(self) -> list[OutputDelta]:
+        """One token for each unfinished choice."""
+        deltas = []
+        for choice in tuple(self.choices):
+            if choice.is_held:
+                continue
+            delta = self._advance(choice)
+            if delta is not None:
+                deltas.append(delta)
+        return deltas
+
+    def end(self, reason: FinishReason, error: str | None = None) -> list[OutputDelta]:
+        """The same end for every unfinished choice."""
+        return [self._delta(choice, Emission("", reason), 0, error) for choice in tuple(self.choices)]
+
+    def _advance(self, choice: _Choice) -> OutputDelta | None:
+        output = choice.output
+        at = output.num_tokens
+        if at >= len(self.script):
+            return self._delta(choice, output.finish(), 0)
+        if self.script[at] in FAULTS:
+            return self._fault(choice, self.script[at])
+        emission = output.push(at)
+        self.num_tokens += 1
+        if emission.finish_reason is None and at + 1 == len(self.script):
+            rest = output.finish()
+            emission = Emission(emission.text + rest.text, rest.finish_reason)
+        return self._delta(choice, emission, 1)
+
+    def _fault(self, choice: _Choice, fault: bytes) -> OutputDelta | None:
+        if fault == EXIT:
+            os._exit(EXIT_CODE)
+        if fault == HANG:
+            choice.is_held = True
+            return None
+        return self._delta(choice, Emission("", FinishReason.ERROR), 0, FAILURE)
+
+    def _delta(
+        self, choice: _Choice, emission: Emission, num_tokens: int, error: str | None = None
+    ) -> OutputDelta:
+        seq = self.seq
+        self.seq += 1
+        usage = None
+        if emission.finish_reason is not None:
+            self.choices.remove(choice)
+            if not self.choices:
+                usage = Usage(
+                    prompt_tokens=len(self.request.prompt_token_ids),
+                    completion_tokens=self.num_tokens,
+                )
+        return OutputDelta(
+            request_id=self.request.request_id,
+            seq=seq,
+            choice=choice.index,
+            text=emission.text,
+            num_tokens=num_tokens,
+            finish_reason=emission.finish_reason,
+            stop_reason=emission.stop_reason,
+            error=error,
+            usage=usage,
+        )
+
+
+class ScriptedEngine:
+    """First come, first served; each running choice takes one of `capacity` rows."""
+
+    def __init__(
+        self, capacity: int = 256, context_len: int = CONTEXT_LEN, step_delay_s: float = 0.0
+    ) -> None:
+        self._capacity = capacity
+        self._context_len = context_len
+        self._step_delay_s = step_delay_s
+        self._waiting: deque[GenerateRequest] = deque()
+        self._running: dict[str, _Run] = {}
+        self._num_rows = 0
+        self._steps = 0
+        self._prompt_tokens = 0
+        self._generation_tokens = 0
+
+    @property
+    def capacity(self) -> int:
+        return self._capacity
+
+    @property
+    def context_len(self) -> int:
+        return self._context_len
+
+    def add(self, request: GenerateRequest) -> None:
+        if request.script is None:
+            raise RequestError("The scripted engine was given no script.")
+        if not 1 <= request.n <= self._capacity:
+            raise RequestError(f"This model runs at most {self._capacity} choices of a request.")
+        if len(request.prompt_token_ids) >= self._context_len:
+            raise RequestError(
+                f"The prompt has {len(request.prompt_token_ids)} tokens; "
+                f"the context of this model is {self._context_len}."
+            )
+        self._waiting.append(request)
+
+    def abort(self, request_id: str) -> list[OutputDelta]:
+        run = self._running.get(request_id)
+        if run is not None:
+            deltas = run.end(FinishReason.ABORT)
+            self._leave(request_id, len(deltas))
+            return deltas
+        for request in self._waiting:
+            if request.request_id == request_id:
+                self._waiting.remove(request)
+                return _Run(request, self._context_len).end(FinishReason.ABORT)
+        return []
+
+    def has_work(self) -> bool:
+        return self._can_start() or any(not run.is_held for run in self._running.values())
+
+    def step(self) -> list[OutputDelta]:
+        if self._step_delay_s:
+            time.sleep(self._step_delay_s)
+        while self._can_start():
+            self._start(self._waiting.popleft())
+        deltas: list[OutputDelta] = []
+        for run in tuple(self._running.values()):
+            before = len(run.choices)
+            new = run.advance()
+            self._generation_tokens += sum(delta.num_tokens for delta in new)
+            deltas += new
+            if len(run.choices) < before:
+                self._leave(run.request.request_id, before - len(run.choices))
+        self._steps += 1
+        return deltas
+
+    def fail_all(self, error: str) -> list[OutputDelta]:
+        runs = [*self._running.values(), *(_Run(r, self._context_len) for r in self._waiting)]
+        self._waiting.clear()
+        self._running.clear()
+        self._num_rows = 0
+        return [delta for run in runs for delta in run.end(FinishReason.ERROR, error)]
+
+    def stats(self) -> EngineStats:
+        return EngineStats(
+            num_running=len(self._running),
+            num_waiting=len(self._waiting),
+            kv_usage=self._num_rows / self._capacity,
+            steps=self._steps,
+            prompt_tokens=self._prompt_tokens,
+            generation_tokens=self._generation_tokens,
+        )
+
+    def _can_start(self) -> bool:
+        return bool(self._waiting) and self._num_rows + self._waiting[0].n <= self._capacity
+
+    def _start(self, request: GenerateRequest) -> None:
+        self._running[request.request_id] = _Run(request, self._context_len)
+        self._num_rows += request.n
+        self._prompt_tokens += len(request.prompt_token_ids)
+
+    def _leave(self, request_id: str, num_choices: int) -> None:
+        self._num_rows -= num_choices
+        if not self._running[request_id].choices:
+            del self._running[request_id]
+
+
+def scripted_tokenizer() -> Tokenizer:
+    """One token a byte, so that a prompt's length is plain to see; and ChatML's two marks."""
+    vocab = {character: i for i, character in enumerate(sorted(ByteLevel.alphabet()))}
+    tokenizer = Tokenizer(BPE(vocab=vocab, merges=[]))
+    tokenizer.pre_tokenizer = ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = ByteLevelDecoder()
+    tokenizer.add_special_tokens([AddedToken(mark, special=True) for mark in SPECIAL_TOKENS])
+    return tokenizer
+
+
+def scripted_card(model: str, context_len: int = CONTEXT_LEN) -> ModelCard:
+    """What gateways read of a model that the scripted engine plays."""
+    tokenizer = scripted_tokenizer()
+    tokenizer_json = tokenizer.to_str().encode()
+    return ModelCard(
+        model=model,
+        created_s=int(time.time()),
+        context_len=context_len,
+        vocab_size=tokenizer.get_vocab_size(),
+        tokenizer_json=zlib.compress(tokenizer_json),
+        chat_template=CHAT_TEMPLATE,
+        special_tokens={"eos_token": SPECIAL_TOKENS[1]},
+        engine="scripted",
+        digest=hashlib.sha256(tokenizer_json + CHAT_TEMPLATE.encode()).hexdigest(),
+    )
+
+
+def build_scripted(model: str, engine: ScriptedEngine, progress: Progress) -> LoadedEngine:
+    """The scripted counterpart of loading a model."""
+    progress("script ready", 1.0)
+    return LoadedEngine(engine=engine, card=scripted_card(model, engine.context_len))

@@ -1,0 +1,187 @@
+"""The engine's own thread: it loads the engine, then feeds and steps it until told to stop.
+
+Commands come in by a thread-safe queue; what happens goes to the listener, always on the event loop's
+thread. While the engine has nothing to do the thread sleeps on its queue.
+"""
+
+import asyncio
+import logging
+import threading
+from collections.abc import Callable
+from queue import Empty, SimpleQueue
+from typing import Protocol
+
+from workers.engine.interface import Engine, EngineFactory, EngineStats, LoadedEngine
+from workers.errors import LoadError, RequestError
+from workers.protocol import (
+    AbortRequest,
+    FinishReason,
+    GenerateRequest,
+    OutputDelta,
+    Usage,
+)
+
+ENGINE_FAILED = "The model's engine failed; the request was not finished."
+
+log = logging.getLogger(__name__)
+
+
+class EngineListener(Protocol):
+    """Told of everything on the event loop's thread, in order."""
+
+    def on_progress(self, what: str, share: float) -> None: ...
+
+    def on_loaded(self, loaded: LoadedEngine) -> None: ...
+
+    def on_load_failed(self, error: str) -> None: ...
+
+    def on_deltas(self, deltas: list[OutputDelta]) -> None: ...
+
+    def on_crashed(self) -> None:
+        """The engine failed as a whole; every request's terminal delta was delivered before."""
+        ...
+
+
+class _FailAll(str):
+    """A command: end everything with this error."""
+
+
+Command = GenerateRequest | AbortRequest | _FailAll | None
+
+
+def terminal(
+    request: GenerateRequest, reason: FinishReason, error: str | None = None
+) -> list[OutputDelta]:
+    """The deltas of a request that ends before it began: one for each choice, the last with usage."""
+    num_choices = max(1, request.n)
+    usage = Usage(prompt_tokens=len(request.prompt_token_ids), completion_tokens=0)
+    return [
+        OutputDelta(
+            request_id=request.request_id,
+            seq=choice,
+            choice=choice,
+            finish_reason=reason,
+            error=error,
+            usage=usage if choice == num_choices - 1 else None,
+        )
+        for choice in range(num_choices)
+    ]
+
+
+class EngineThread:
+    def __init__(self, factory: EngineFactory, listener: EngineListener) -> None:
+        self._factory = factory
+        self._listener = listener
+        self._loop = asyncio.get_running_loop()
+        self._inbox: SimpleQueue[Command] = SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        self._stopping = False
+        self.stats = EngineStats()
+        """The newest snapshot; replaced as a whole, so any thread may read it."""
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def add(self, request: GenerateRequest) -> None:
+        self._inbox.put(request)
+
+    def abort(self, request_id: str) -> None:
+        self._inbox.put(AbortRequest(request_id))
+
+    def fail_all(self, error: str) -> None:
+        self._inbox.put(_FailAll(error))
+
+    def stop(self) -> None:
+        """Ask the thread to end after its current step; a load that is under way is not interrupted."""
+        self._stopping = True
+        self._inbox.put(None)
+
+    @property
+    def num_queued(self) -> int:
+        """Commands that the engine has not seen yet."""
+        return self._inbox.qsize()
+
+    @property
+    def is_alive(self) -> bool:
+        return self._thread.is_alive()
+
+    async def join(self, timeout_s: float) -> None:
+        await asyncio.to_thread(self._thread.join, timeout_s)
+
+    def _run(self) -> None:
+        loaded = self._load()
+        if loaded is None:
+            return
+        try:
+            self._serve(loaded.engine)
+        except Exception:  # noqa: BLE001  the worker loop is a supervisor: any failure ends in answers
+            log.exception("The engine failed; every request it held gets an error.")
+            self._fail(loaded.engine)
+            self._tell(self._listener.on_crashed)
+
+    def _load(self) -> LoadedEngine | None:
+        try:
+            loaded = self._factory(self._progress)
+        except LoadError as error:
+            self._tell(self._listener.on_load_failed, str(error))
+            return None
+        except Exception:  # noqa: BLE001  as above
+            log.exception("The engine could not be built.")
+            self._tell(self._listener.on_load_failed, "The model could not be loaded (see the log).")
+            return None
+        self._tell(self._listener.on_loaded, loaded)
+        return loaded
+
+    def _serve(self, engine: Engine) -> None:
+        while not self._stopping:
+            deltas = self._take_commands(engine)
+            if engine.has_work() and not self._stopping:
+                deltas += engine.step()
+            self.stats = engine.stats()
+            if deltas:
+                self._tell(self._listener.on_deltas, deltas)
+
+    def _take_commands(self, engine: Engine) -> list[OutputDelta]:
+        deltas: list[OutputDelta] = []
+        while True:
+            try:
+                command = self._inbox.get(block=not (deltas or self._stopping or engine.has_work()))
+            except Empty:
+                return deltas
+            deltas += self._obey(engine, command)
+
+    def _obey(self, engine: Engine, command: Command) -> list[OutputDelta]:
+        match command:
+            case GenerateRequest():
+                return self._add(engine, command)
+            case AbortRequest():
+                return engine.abort(command.request_id)
+            case _FailAll():
+                return engine.fail_all(str(command))
+            case None:
+                return []
+
+    def _add(self, engine: Engine, request: GenerateRequest) -> list[OutputDelta]:
+        try:
+            engine.add(request)
+        except RequestError as error:
+            return terminal(request, FinishReason.ERROR, str(error))
+        return []
+
+    def _fail(self, engine: Engine) -> None:
+        try:
+            deltas = engine.fail_all(ENGINE_FAILED)
+        except Exception:  # noqa: BLE001  a broken engine may fail here too; the service ends the rest
+            log.exception("The engine could not end its requests.")
+            return
+        self._tell(self._listener.on_deltas, deltas)
+
+    def _progress(self, what: str, share: float) -> None:
+        self._tell(self._listener.on_progress, what, share)
+
+    def _tell(self, callback: Callable[..., None], *args: object) -> None:
+        try:
+            self._loop.call_soon_threadsafe(callback, *args)
+        except RuntimeError:
+            # The loop is closed: the process is ending and nobody listens any more.
+            self._stopping = True

@@ -1,0 +1,358 @@
+"""One worker process: claims requests, runs the engine, publishes what it emits.
+
+    requests stream ─> claim loop ─┐                        ┌─> publisher ─> reply streams
+    gone workers ──> reclaim loop ─┼─> engine thread ─> on_deltas
+    aborts stream ──> abort loop ──┘                        └─> claims: room for the next read
+
+It stops in one of three ways. A signal drains it: nothing more is claimed, what has not begun is given
+back, the rest is finished within the drain timeout. A failed load or a failed engine ends it with exit
+code 1, every request it held having got its terminal delta or being left for other workers to claim.
+"""
+
+import asyncio
+import logging
+import os
+import signal
+import time
+from collections.abc import Coroutine
+from typing import Any
+
+import msgspec
+
+from workers.claims import Claim, Claims, Entry
+from workers.config import WorkerConfig
+from workers.consumer import AbortFeed, RequestQueue
+from workers.engine.interface import EngineFactory, LoadedEngine
+from workers.engine_thread import ENGINE_FAILED, EngineThread, terminal
+from workers.heartbeat import Heartbeat
+from workers.link import OUTAGE, Patience, connect
+from workers.protocol import (
+    FinishReason,
+    GenerateRequest,
+    OutputDelta,
+    Usage,
+    WorkerState,
+    WorkerStatus,
+    decode,
+)
+from workers.publisher import Publisher
+
+RECLAIM_INTERVAL_S = 1.0
+MAX_DELIVERIES = 3
+"""A request that this many workers have taken and none has finished is given up."""
+MAX_RECENT_ABORTS = 10_000
+FLUSH_TIMEOUT_S = 5.0
+WARMING_WORDS = ("compil", "warm")
+"""A progress phrase that begins so means that the weights are there."""
+EXPIRED = "The request waited past its deadline and was not started."
+GIVEN_UP = "The request was given up after several workers failed while running it."
+SHUTTING_DOWN = "The worker shut down before the request was finished."
+
+log = logging.getLogger("worker")
+
+
+async def run_worker(config: WorkerConfig, factory: EngineFactory) -> int:
+    """Serve until a signal or a failure; returns the process's exit code."""
+    return await Service(config, factory).run()
+
+
+class Service:
+    def __init__(self, config: WorkerConfig, factory: EngineFactory) -> None:
+        self._config = config
+        self._redis = connect(config.redis_url)
+        self._queue = RequestQueue(self._redis, config.model_name, config.worker_id)
+        self._aborts = AbortFeed(self._redis, config.model_name)
+        self._publisher = Publisher(self._redis, self._queue.stream, config.worker_id)
+        self._heartbeat = Heartbeat(self._redis, self._status)
+        self._engine = EngineThread(factory, self)
+        self._claims = Claims(0)
+        self._recent_aborts: dict[str, None] = {}
+        self._state = WorkerState.STARTING
+        self._progress = ("starting", 0.0)
+        self._loaded = asyncio.Event()
+        self._stop = asyncio.Event()
+        self._exit_code = 0
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def run(self) -> int:
+        self._watch_signals()
+        log.info("%s starts as %s.", self._config.model_name, self._config.worker_id)
+        self._spawn(self._heartbeat.run())
+        self._engine.start()
+        await self._loaded.wait()
+        if not self._stop.is_set():
+            await self._serve()
+        await self._leave()
+        return self._exit_code
+
+    # What the engine thread reports
+
+    def on_progress(self, what: str, share: float) -> None:
+        is_new = what != self._progress[0]
+        if is_new or int(10 * share) != int(10 * self._progress[1]):
+            log.info("%s: %d %%", what, 100 * share)
+        self._progress = (what, share)
+        if self._state is WorkerState.STARTING and what.lower().startswith(WARMING_WORDS):
+            self._state = WorkerState.WARMING
+        if is_new:
+            self._heartbeat.beat_now()
+
+    def on_loaded(self, loaded: LoadedEngine) -> None:
+        self._claims = Claims(loaded.engine.capacity)
+        self._heartbeat.announce(loaded.card)
+        self._loaded.set()
+
+    def on_load_failed(self, error: str) -> None:
+        log.error("%s", error)
+        self._exit_code = 1
+        self._stop.set()
+        self._loaded.set()
+
+    def on_deltas(self, deltas: list[OutputDelta]) -> None:
+        """Pass deltas on; those of requests that were given back meanwhile are dropped."""
+        for delta in deltas:
+            claim = self._claims.get(delta.request_id)
+            if claim is None:
+                continue
+            claim.num_deltas += 1
+            self._publisher.put(claim.request.reply_to, delta)
+            if delta.usage is not None:
+                self._claims.release(delta.request_id)
+                self._publisher.finish(claim.entry_ids)
+
+    def on_crashed(self) -> None:
+        self._end_started(ENGINE_FAILED)
+        self._exit_code = 1
+        self._stop.set()
+
+    # Serving
+
+    async def _serve(self) -> None:
+        claims, (what, _) = self._claims, self._progress
+        self._state, self._progress = WorkerState.READY, ("", 1.0)
+        self._heartbeat.beat_now()
+        log.info("%s is ready (%s).", self._config.model_name, what)
+        self._spawn(self._publisher.run())
+        self._spawn(self._abort_loop())
+        claiming = self._spawn(self._claim_loop())
+        reclaiming = self._spawn(self._reclaim_loop())
+        await self._stop.wait()
+        claims.close()
+        self._state = WorkerState.DRAINING
+        self._heartbeat.beat_now()
+        # A read that is under way is let finish, or what it brings would be lost until this worker is gone.
+        await asyncio.wait({claiming, reclaiming})
+        if self._engine.is_alive:
+            await self._drain()
+
+    async def _claim_loop(self) -> None:
+        patience = Patience("consumer")
+        is_linked = False
+        while await self._claims.wait_for_room() and not self._stop.is_set():
+            try:
+                if not is_linked:
+                    await self._queue.ensure_group()
+                    await self._take_pending()
+                    is_linked = True
+                    patience.reset()
+                for entry in await self._queue.read(self._claims.num_free):
+                    await self._take(entry)
+            except OUTAGE as error:
+                is_linked = False
+                await patience.pause(error)
+
+    async def _take_pending(self) -> None:
+        """Take what Redis counts as read by this worker but this worker never saw."""
+        ended = set(self._publisher.unacknowledged)
+        known = {entry_id for claim in self._claims.all() for entry_id in claim.entry_ids}
+        entries = await self._queue.read_pending(len(known) + len(ended) + self._claims.num_free)
+        for entry in entries:
+            if entry.entry_id not in known and entry.entry_id not in ended:
+                await self._take(entry)
+
+    async def _reclaim_loop(self) -> None:
+        while not self._stop.is_set():
+            if self._claims.num_free:
+                await self._reclaim()
+            try:
+                async with asyncio.timeout(RECLAIM_INTERVAL_S):
+                    await self._stop.wait()
+            except TimeoutError:
+                continue
+
+    async def _reclaim(self) -> None:
+        try:
+            entries = await self._queue.reclaim(self._claims.num_free)
+            for entry in entries:
+                log.warning("Takes over entry %s of a worker that is gone.", entry.entry_id.decode())
+                await self._take(entry)
+        except OUTAGE as error:
+            # The claim loop reports and waits for the same outage.
+            log.debug("Nothing reclaimed: %s", error)
+
+    async def _abort_loop(self) -> None:
+        patience = Patience("aborts")
+        while True:
+            try:
+                request_ids = await self._aborts.read()
+            except OUTAGE as error:
+                await patience.pause(error)
+                continue
+            patience.reset()
+            for request_id in request_ids:
+                self._abort(request_id)
+
+    def _abort(self, request_id: str) -> None:
+        if self._claims.get(request_id) is not None:
+            self._engine.abort(request_id)
+            return
+        self._recent_aborts[request_id] = None
+        if len(self._recent_aborts) > MAX_RECENT_ABORTS:
+            del self._recent_aborts[next(iter(self._recent_aborts))]
+
+    async def _take(self, entry: Entry) -> None:
+        try:
+            request = decode(GenerateRequest, entry.payload)
+        except (msgspec.MsgspecError, ValueError) as error:
+            log.warning("Entry %s is no request and is dropped: %s", entry.entry_id.decode(), error)
+            await self._queue.drop(entry.entry_id)
+            return
+        resident = self._claims.get(request.request_id)
+        if resident is not None:
+            # Enqueued again after an outage, while it runs here: one run answers both.
+            if entry.entry_id not in resident.entry_ids:
+                resident.entry_ids.append(entry.entry_id)
+            return
+        self._claims.add(Claim(request, [entry.entry_id]))
+        self._start(request, entry.num_deliveries)
+
+    def _start(self, request: GenerateRequest, num_deliveries: int) -> None:
+        if request.request_id in self._recent_aborts:
+            self.on_deltas(terminal(request, FinishReason.ABORT))
+        elif request.deadline_s and time.time() > request.deadline_s:
+            self.on_deltas(terminal(request, FinishReason.ERROR, EXPIRED))
+        elif num_deliveries > MAX_DELIVERIES:
+            self.on_deltas(terminal(request, FinishReason.ERROR, GIVEN_UP))
+        else:
+            self._engine.add(request)
+
+    # Stopping
+
+    async def _drain(self) -> None:
+        log.info("Draining %d requests.", len(self._claims))
+        stats = self._engine.stats
+        num_unstarted = stats.num_waiting + self._engine.num_queued
+        unstarted = self._claims.without_output()
+        await self._give_back(unstarted[max(0, len(unstarted) - num_unstarted) :])
+        try:
+            async with asyncio.timeout(self._config.drain_timeout_s):
+                await self._claims.wait_until_empty()
+        except TimeoutError:
+            log.warning("%d requests are cut off by the drain timeout.", len(self._claims))
+            await self._give_back(self._claims.without_output())
+            self._engine.fail_all(SHUTTING_DOWN)
+            await self._engine_answer()
+
+    async def _engine_answer(self) -> None:
+        try:
+            async with asyncio.timeout(FLUSH_TIMEOUT_S):
+                await self._claims.wait_until_empty()
+        except TimeoutError:
+            log.warning("The engine does not answer; its requests are ended without it.")
+            self._end_started(SHUTTING_DOWN)
+
+    async def _give_back(self, claims: list[Claim]) -> None:
+        if not claims:
+            return
+        for claim in claims:
+            self._claims.release(claim.request.request_id)
+            self._engine.abort(claim.request.request_id)
+        try:
+            await self._queue.give_back([e for claim in claims for e in claim.entry_ids])
+        except OUTAGE as error:
+            log.warning("Nothing could be given back (%s); others claim it later.", error)
+
+    def _end_started(self, error: str) -> None:
+        """End what gateways have heard of; the rest stays pending, for other workers to claim."""
+        for claim in self._claims.all():
+            if not claim.num_deltas:
+                continue
+            self.on_deltas(
+                [
+                    OutputDelta(
+                        request_id=claim.request.request_id,
+                        seq=claim.num_deltas,
+                        finish_reason=FinishReason.ERROR,
+                        error=error,
+                        usage=Usage(
+                            prompt_tokens=len(claim.request.prompt_token_ids), completion_tokens=0
+                        ),
+                    )
+                ]
+            )
+
+    async def _leave(self) -> None:
+        if not await self._publisher.flush(FLUSH_TIMEOUT_S):
+            log.warning("Redis is away: the last answers could not be delivered.")
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._engine.stop()
+        try:
+            async with asyncio.timeout(FLUSH_TIMEOUT_S):
+                await self._heartbeat.stop()
+                await self._queue.leave()
+        except (*OUTAGE, TimeoutError) as error:
+            log.warning("The status could not be taken back (%s); it expires by itself.", error)
+        await self._redis.aclose()
+        await self._engine.join(1.0)
+        log.info("Stopped.")
+
+    def _watch_signals(self) -> None:
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._on_signal, number)
+
+    def _on_signal(self, number: signal.Signals) -> None:
+        if self._stop.is_set():
+            os._exit(128 + number)
+        log.info("%s: stopping.", number.name)
+        self._stop.set()
+        self._loaded.set()
+
+    # Helpers
+
+    def _status(self) -> WorkerStatus:
+        stats, (what, share) = self._engine.stats, self._progress
+        return WorkerStatus(
+            worker_id=self._config.worker_id,
+            model=self._config.model_name,
+            state=self._state,
+            progress=share,
+            detail=what,
+            num_running=stats.num_running,
+            num_waiting=stats.num_waiting + self._engine.num_queued,
+            kv_usage=stats.kv_usage,
+            num_compiles_after_warmup=stats.num_compiles_after_warmup,
+            num_ready_buckets=stats.num_ready_buckets,
+            steps=stats.steps,
+            padding_ratio=stats.padding_ratio,
+            prompt_tokens=stats.prompt_tokens,
+            generation_tokens=stats.generation_tokens,
+            engine="scripted" if self._config.engine == "fake" else "model",
+        )
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        """Run a loop beside the others; if one ends by a bug, the process ends with exit code 1."""
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._on_task_done)
+        return task
+
+    def _on_task_done(self, task: asyncio.Task[None]) -> None:
+        if task.cancelled() or task.exception() is None:
+            return
+        log.error("A loop of the worker failed.", exc_info=task.exception())
+        self._exit_code = 1
+        self._stop.set()
+        self._loaded.set()
