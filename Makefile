@@ -89,8 +89,9 @@ clean: ## Forget the virtual environment and all caches
 
 # Stamps, not phony targets: the second `make` starts at once.
 $(VENV)/.requirements: requirements/lock.txt
-	@$(find_python); echo "Setting up $(VENV) with $$python (once, a few minutes)" >&2; \
-	"$$python" -m venv $(VENV)
+	@if ! $(PIP) --version >/dev/null 2>&1; then $(find_python); \
+	  echo "Setting up $(VENV) with $$python (once, a few minutes)" >&2; \
+	  "$$python" -m venv --clear $(VENV); fi
 	@$(PIP) install --quiet $(TORCH)
 	@$(PIP) install --quiet --requirement requirements/lock.txt
 	@touch $@

@@ -1,0 +1,22 @@
+"""Option types that the benchmarks share."""
+
+import click
+
+
+class Counts(click.ParamType):
+    """Positive whole numbers with commas between them, as in 1,8,16."""
+
+    name = "counts"
+
+    def convert(
+        self, value: object, param: click.Parameter | None, ctx: click.Context | None
+    ) -> list[int]:
+        if isinstance(value, list):
+            return value
+        try:
+            counts = [int(part) for part in str(value).split(",")]
+        except ValueError:
+            counts = []
+        if not counts or min(counts) < 1:
+            self.fail(f"{value} is not a list of positive numbers such as 1,8,16", param, ctx)
+        return counts

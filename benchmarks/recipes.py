@@ -1,0 +1,52 @@
+"""The servers that are compared, each with the settings that are fair to it."""
+
+import sys
+from pathlib import Path
+
+from benchmarks.servers import Recipe, free_port
+
+ADMIN_KEY = "sk-benchmark-only"
+VLLM_MAX_MODEL_LEN = 2048
+
+
+def tpugate(
+    model: str, folder: Path, options: tuple[str, ...] = (), models_dir: Path | None = None
+) -> Recipe:
+    """`tpugate serve` with all it writes in `folder`: a second start finds the first's programs.
+
+    The weights come from `models_dir`: fetching them is not what start-up measures.
+    """
+    port = free_port()
+    command = [str(Path(sys.executable).with_name("tpugate")), "serve", *options]
+    command += ["--model", model] if model else []
+    command += ["--host", "127.0.0.1", "--port", str(port), "--data-dir", str(folder / "data")]
+    environment = {"TPUGATE_ADMIN_KEY": ADMIN_KEY, "TPUGATE_CACHE_DIR": str(folder / "cache")}
+    if models_dir:
+        environment["TPUGATE_MODELS_DIR"] = str(models_dir)
+    return Recipe(
+        name="tpugate",
+        command=command,
+        url=f"http://127.0.0.1:{port}",
+        ready_path="/ready",
+        environment=environment,
+        api_key=ADMIN_KEY,
+    )
+
+
+def vllm(model: str, model_dir: Path, venv: Path, num_cores: int) -> Recipe:
+    """vLLM's CPU build on all cores (its default leaves one of them idle), in bfloat16."""
+    port = free_port()
+    command = [str(venv / "bin" / "vllm"), "serve", str(model_dir), "--served-model-name", model]
+    command += ["--dtype", "bfloat16", "--max-model-len", str(VLLM_MAX_MODEL_LEN)]
+    command += ["--host", "127.0.0.1", "--port", str(port)]
+    return Recipe(
+        name="vllm",
+        command=command,
+        url=f"http://127.0.0.1:{port}",
+        ready_path="/health",
+        environment={
+            "VLLM_CPU_OMP_THREADS_BIND": f"0-{num_cores - 1}",
+            "VLLM_CPU_KVCACHE_SPACE": "2",
+            "HF_HUB_OFFLINE": "1",
+        },
+    )
