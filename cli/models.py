@@ -1,0 +1,169 @@
+"""`tpugate models`: what can be served, and what of it is on this machine."""
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import click
+
+from models import catalogue
+from models.catalogue import FolderSource
+from models.errors import ModelError
+from models.progress import Progress
+from models.references import ModelReference, parse_reference
+from models.settings import ModelSettings
+
+
+@click.group()
+def models() -> None:
+    """Models: which there are, fetch them, look at them, delete them.
+
+    REF is a name of the catalogue, a Hugging Face hub id (org/name[@revision]), a folder, or a .gguf file.
+    """
+
+
+_json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+
+
+@models.command("list")
+@_json_option
+def list_models(as_json: bool) -> None:
+    """List the catalogue and the models on this machine."""
+    from models.library import is_stored
+    from models.store import ModelStore
+
+    with _clear_errors():
+        settings = ModelSettings.from_environment()
+        rows: list[dict[str, Any]] = []
+        for entry in catalogue.ENTRIES:
+            stored = is_stored(ModelReference(entry.id, entry.source, entry), settings)
+            rows.append(
+                {
+                    "id": entry.id,
+                    "state": "ready" if stored else "not pulled",
+                    "bytes": None,
+                    "licence": entry.licence,
+                    "description": entry.description,
+                }
+            )
+        by_id = {row["id"]: row for row in rows}
+        for model in ModelStore(settings).list():
+            if model.manifest is None:
+                rows.append(_row(model.key, "corrupt"))
+            elif model.manifest.id in by_id:
+                by_id[model.manifest.id]["bytes"] = model.manifest.size
+            else:
+                row = _row(model.manifest.id, "ready")
+                row |= {"bytes": model.manifest.size, "licence": model.manifest.licence}
+                rows.append(row)
+    if as_json:
+        click.echo(json.dumps(rows, indent=2))
+        return
+    for row in rows:
+        size = _size(row["bytes"]) if row["bytes"] is not None else "-"
+        click.echo(f"{row['id']:28} {row['state']:11} {size:>9}  {row['description']}".rstrip())
+
+
+@models.command()
+@click.argument("ref")
+@click.option("--verify", is_flag=True, help="Compare the hash of every file with its record.")
+@_json_option
+def pull(ref: str, verify: bool, as_json: bool) -> None:
+    """Fetch REF and make it ready to serve. An interrupted pull resumes."""
+    from models.library import resolve
+
+    with _clear_errors(), _bar() as progress:
+        local = resolve(ref, ModelSettings.from_environment(), progress, verify=verify)
+    if as_json:
+        click.echo(json.dumps({"id": local.id, "path": str(local.path)}))
+    else:
+        click.echo(f"{local.id} is ready in {local.path}")
+
+
+@models.command()
+@click.argument("ref")
+@_json_option
+def show(ref: str, as_json: bool) -> None:
+    """Show what is known of REF, without fetching it."""
+    with _clear_errors():
+        facts = _facts(ref, ModelSettings.from_environment())
+    if as_json:
+        click.echo(json.dumps(facts, indent=2))
+        return
+    for name, value in facts.items():
+        click.echo(f"{name:14} {value if value is not None else '-'}")
+
+
+@models.command()
+@click.argument("ref")
+@_json_option
+def rm(ref: str, as_json: bool) -> None:
+    """Delete REF from this machine's model cache. Files of your own are never touched."""
+    from models.library import remove
+
+    with _clear_errors():
+        keys = remove(ref, ModelSettings.from_environment())
+    click.echo(json.dumps({"removed": keys}) if as_json else f"removed {', '.join(keys)}")
+
+
+def _facts(ref: str, settings: ModelSettings) -> dict[str, Any]:
+    from models.library import find_stored
+
+    reference = parse_reference(ref)
+    entry = reference.entry
+    stored = find_stored(ref, settings)
+    facts: dict[str, Any] = {
+        "id": reference.id,
+        "source": type(reference.source).__name__.removesuffix("Source").lower(),
+        "state": "ready" if stored else "not pulled",
+        "path": str(stored[0].path) if stored else None,
+    }
+    if isinstance(reference.source, FolderSource):
+        facts |= {"state": "a folder of your own", "path": reference.source.path}
+    if entry is not None:
+        facts |= {
+            "description": entry.description,
+            "aliases": ", ".join(entry.aliases),
+            "context_len": entry.context_len,
+            "dtype": entry.dtype,
+            "licence": entry.licence,
+            "chat_template": "from the catalogue" if entry.chat_template else "the model's own",
+        }
+    if stored and stored[0].manifest is not None:
+        manifest = stored[0].manifest
+        facts |= {"bytes": manifest.size, "created": manifest.created, "licence": manifest.licence}
+        facts |= {f"source.{name}": value for name, value in manifest.source.items()}
+    return facts
+
+
+def _row(name: str, state: str) -> dict[str, Any]:
+    return {"id": name, "state": state, "bytes": None, "licence": "", "description": ""}
+
+
+def _size(num_bytes: int) -> str:
+    return f"{num_bytes / 1e9:.2f} GB" if num_bytes >= 1e9 else f"{num_bytes / 1e6:.0f} MB"
+
+
+@contextmanager
+def _clear_errors() -> Iterator[None]:
+    try:
+        yield
+    except ModelError as error:
+        raise click.ClickException(str(error)) from error
+
+
+@contextmanager
+def _bar() -> Iterator[Progress]:
+    """A bar on stderr, one after the other for each phrase."""
+    from tqdm import tqdm
+
+    bar = tqdm(total=100, bar_format="{desc} {percentage:3.0f}% |{bar}|", leave=False)
+
+    def progress(what: str, share: float) -> None:
+        bar.set_description_str(what, refresh=False)
+        bar.n = round(100 * share)
+        bar.refresh()
+
+    with bar:
+        yield progress

@@ -1,0 +1,34 @@
+"""The one place of `models` that reads the environment.
+
+`TPUGATE_MODELS_DIR` is the model cache; else it is `models` in `TPUGATE_HOME`, else in `~/.cache/tpugate`.
+`HF_TOKEN`, `HF_HUB_OFFLINE` and their kin are read by huggingface_hub itself.
+"""
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from models.errors import ModelReferenceError
+
+
+@dataclass(frozen=True)
+class ModelSettings:
+    cache_dir: Path
+    """Absolute; made on first use."""
+
+    @classmethod
+    def from_environment(cls, environ: Mapping[str, str] | None = None) -> "ModelSettings":
+        """Raises `ModelReferenceError` if the folder named there is not a folder."""
+        env = os.environ if environ is None else environ
+        home = env.get("TPUGATE_HOME") or "~/.cache/tpugate"
+        cache_dir = Path(env.get("TPUGATE_MODELS_DIR") or Path(home) / "models")
+        cache_dir = cache_dir.expanduser().absolute()
+        if cache_dir.exists() and not cache_dir.is_dir():
+            raise ModelReferenceError(f"the model cache {cache_dir} is a file, not a folder")
+        return cls(cache_dir)
+
+
+def child_environment(**overrides: str) -> dict[str, str]:
+    """This process's environment for a child, with `overrides` on top."""
+    return {**os.environ, **overrides}
