@@ -17,18 +17,15 @@ import threading
 import types
 import warnings
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 from torchtpu import environment
 from torchtpu.device import Device, DeviceKind, Platform
 from torchtpu.environment import DeviceSettings
-from torchtpu.errors import DeviceMissingError, SelfTestError
+from torchtpu.errors import DeviceMissingError
 from torchtpu.memory import available_memory_bytes
 from torchtpu.pjrt_cpu.build import build_shim
-from torchtpu.pjrt_cpu.plugin import find_plugin, load_shim
-
-if TYPE_CHECKING:
-    import torch
+from torchtpu.pjrt_cpu.plugin import choose_plugin, load_shim
+from torchtpu.selftest import run_self_test
 
 VERSIONED_PACKAGES = ("torch", "torch-tpu", "libtpu", "jax", "transformers")
 _INSTALL = "install the extra `worker` of tpugate"
@@ -54,7 +51,8 @@ def bring_up(
                 device = _bring_up_tpu(threads, settings)
             else:
                 device = _bring_up_plain(kind, threads)
-            _self_test(device)
+            with _quiet():
+                run_self_test(device)
             _ready[kind] = device
         return _ready[kind]
 
@@ -69,6 +67,7 @@ def package_versions() -> dict[str, str]:
 
 
 def _bring_up_plain(kind: DeviceKind, threads: int | None) -> Device:
+    environment.apply(environment.plain_variables())
     torch = _import_torch()
     if threads is not None:
         torch.set_num_threads(threads)
@@ -99,7 +98,7 @@ def _bring_up_tpu(threads: int | None, settings: DeviceSettings) -> Device:
         raise DeviceMissingError("TPUGATE_TPU_PLATFORM is libtpu, but this machine has no TPU.")
     versions = package_versions()
     if num_chips:
-        environment.apply(environment.libtpu_variables())
+        environment.apply(environment.plain_variables())
     else:
         versions["pjrt-cpu-api"] = _prepare_xla_cpu(threads, settings)
     torch = _load_torch_tpu(num_chips or 1)
@@ -116,8 +115,8 @@ def _bring_up_tpu(threads: int | None, settings: DeviceSettings) -> Device:
 
 def _prepare_xla_cpu(threads: int | None, settings: DeviceSettings) -> str:
     """Make TorchTPU find XLA:CPU when it is imported. Returns the plugin's API version."""
-    plugin = find_plugin(settings)
     shim = build_shim(settings.cache_dir)
+    plugin = choose_plugin(settings, shim)
     environment.apply(
         environment.xla_cpu_variables(
             shim,
@@ -126,7 +125,7 @@ def _prepare_xla_cpu(threads: int | None, settings: DeviceSettings) -> str:
             xla_flags=settings.xla_flags,
         )
     )
-    return load_shim(shim, plugin).api_version
+    return load_shim(shim)
 
 
 def _import_torch() -> types.ModuleType:
@@ -140,7 +139,7 @@ def _import_torch() -> types.ModuleType:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Without what the import of torch and TorchTPU says on stderr, which no user can act on.
+    """Without what torch and TorchTPU say on stderr while they start, which no user can act on.
 
     That is a banner, deprecations within torch, and advice to preload tcmalloc; `doctor` gives that.
     """
@@ -169,37 +168,3 @@ def _chip_memory_bytes() -> int:
     from torch_tpu._internal.utils import hardware
 
     return hardware.get_hbm_bytes_per_device() or 0
-
-
-def _self_test(device: Device) -> None:
-    """Compare an eager and a compiled program with the CPU. Raises SelfTestError.
-
-    The numbers are small integers, exact in every floating-point format whatever the order of
-    summation, so the results must be equal and not merely close.
-    """
-    import torch
-
-    left = torch.arange(64, dtype=torch.float32).reshape(8, 8) % 7
-    right = torch.arange(64, dtype=torch.float32).reshape(8, 8) % 5 - 2
-
-    def program(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-        return a @ b + a
-
-    expected = program(left, right)
-    on_device = (left.to(device.torch_device), right.to(device.torch_device))
-    variants = {"eager": program}
-    if device.is_xla:
-        variants["compiled"] = torch.compile(program, backend="tpu")
-    for name, variant in variants.items():
-        try:
-            with torch.no_grad():
-                result = variant(*on_device).cpu()
-        except RuntimeError as error:
-            reason = str(error).strip().partition("\n")[0]
-            raise SelfTestError(
-                f"Device {device.kind} failed an {name} program: {reason}"
-            ) from error
-        if not torch.equal(result, expected):
-            raise SelfTestError(
-                f"Device {device.kind} ({device.platform}) gives wrong results in {name} mode."
-            )

@@ -41,6 +41,8 @@ class DeviceSettings:
     pjrt_cpu_plugin: Path | None
     tpu_platform: TpuPlatform
     xla_flags: str
+    # Try an unknown plugin in a child process first, because a bad one can crash.
+    try_plugin_first: bool = True
 
 
 def read_settings() -> DeviceSettings:
@@ -60,6 +62,17 @@ def read_settings() -> DeviceSettings:
     )
 
 
+def child_environment(settings: DeviceSettings) -> dict[str, str]:
+    """The environment of a child process in which `read_settings` returns `settings`."""
+    variables = dict(os.environ)
+    variables["TPUGATE_CACHE_DIR"] = str(settings.cache_dir)
+    variables["TPUGATE_TPU_PLATFORM"] = settings.tpu_platform
+    variables["TPUGATE_XLA_FLAGS"] = settings.xla_flags
+    if settings.pjrt_cpu_plugin is not None:
+        variables["TPUGATE_PJRT_CPU_PLUGIN"] = str(settings.pjrt_cpu_plugin)
+    return variables
+
+
 def _cache_dir() -> Path:
     if chosen := os.environ.get("TPUGATE_CACHE_DIR"):
         return Path(chosen)
@@ -73,8 +86,11 @@ def _cache_dir() -> Path:
         ) from error
 
 
-def libtpu_variables() -> dict[str, str]:
-    """The environment of TorchTPU on a TPU, where the package libtpu names its own library."""
+def plain_variables() -> dict[str, str]:
+    """The environment of plain torch, which would load TorchTPU by itself where it is installed.
+
+    Also that of TorchTPU on a TPU: the package libtpu names its own library.
+    """
     return {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
 
 
@@ -83,7 +99,7 @@ def xla_cpu_variables(
 ) -> dict[str, str]:
     """The environment of TorchTPU on XLA:CPU. `threads` counts XLA's own; None leaves it to XLA."""
     variables = {
-        "TORCH_DEVICE_BACKEND_AUTOLOAD": "0",
+        **plain_variables(),
         "TPU_LIBRARY_PATH": str(shim),
         "TPUGATE_PJRT_PLUGIN": str(plugin),
         # No metadata server of a cloud machine to wait for.
