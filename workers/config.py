@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 from urllib.parse import urlsplit
 
+from models.errors import ModelError
+from models.references import parse_reference
 from workers.errors import ConfigError
 
 EngineKind = Literal["model", "fake"]
@@ -30,7 +32,7 @@ class WorkerConfig:
     model: str = ""
     """A catalogue id, hub id, folder or file; empty only for the scripted engine."""
     served_name: str = ""
-    """What clients call the model; the model's own id if empty."""
+    """The model's name in HTTP bodies, streams and keys; filled in by `load_config` if not given."""
     engine: EngineKind = "model"
     redis_url: str = "redis://127.0.0.1:6379/0"
     worker_id: str = ""
@@ -52,11 +54,6 @@ class WorkerConfig:
     compile_cache_dir: Path | None = None
     log_level: str = "INFO"
 
-    @property
-    def model_name(self) -> str:
-        """The name in streams, keys and HTTP bodies."""
-        return self.served_name or self.model or SCRIPTED_MODEL
-
 
 def load_config(
     overrides: Mapping[str, Any], environ: Mapping[str, str] | None = None
@@ -75,9 +72,29 @@ def load_config(
             values[item.name] = _PARSERS.get(item.name, _text)(item.name, given)
     values.setdefault("worker_id", _fresh_worker_id())
     values["data_dir"] = values.get("data_dir", WorkerConfig.data_dir).expanduser()
+    values["served_name"] = values.get("served_name") or _own_name(values)
     config = WorkerConfig(**values)
     _check(config)
     return config
+
+
+def _own_name(values: Mapping[str, Any]) -> str:
+    """What a model is called if nobody says otherwise."""
+    model = values.get("model", "")
+    if values.get("engine") == "fake":
+        return model or SCRIPTED_MODEL
+    if not model:
+        raise ConfigError("No model is named: give --model (or TPUGATE_MODEL).")
+    try:
+        return parse_reference(model).id
+    except ModelError as error:
+        raise ConfigError(sentence(str(error))) from error
+
+
+def sentence(text: str) -> str:
+    """`text` with a capital and a full stop."""
+    text = text.strip()
+    return text[:1].upper() + text[1:] + ("" if text.endswith((".", "!", "?", "`")) else ".")
 
 
 def _fresh_worker_id() -> str:
@@ -86,14 +103,8 @@ def _fresh_worker_id() -> str:
 
 
 def _check(config: WorkerConfig) -> None:
-    if config.engine == "model" and not config.model:
-        raise ConfigError("No model is named: give --model (or TPUGATE_MODEL).")
-    if not MODEL_NAME.fullmatch(config.model_name) and not config.served_name:
-        raise ConfigError(
-            f"The model reference {config.model_name!r} is no name for clients: give --served-name."
-        )
-    if not MODEL_NAME.fullmatch(config.model_name):
-        raise ConfigError(f"The served name {config.served_name!r} has characters that are not allowed.")
+    if not MODEL_NAME.fullmatch(config.served_name):
+        raise ConfigError(f"{config.served_name!r} is no name for a model: give --served-name.")
     scheme = urlsplit(config.redis_url).scheme
     if scheme not in REDIS_SCHEMES:
         raise ConfigError(

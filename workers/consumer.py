@@ -5,6 +5,7 @@ worker: whoever is ready and has room takes over what is pending with a worker w
 """
 
 import time
+from collections.abc import Sequence
 from importlib.resources import files
 from typing import Any
 
@@ -38,7 +39,7 @@ def _script(name: str) -> str:
 class RequestQueue:
     """The requests stream of one model, seen by one worker. Every method raises `link.OUTAGE`."""
 
-    def __init__(self, redis: "Redis[bytes]", model: str, worker_id: str) -> None:
+    def __init__(self, redis: Redis, model: str, worker_id: str) -> None:
         self._redis = redis
         self._worker_id = worker_id
         self.stream = requests_stream(model)
@@ -68,10 +69,10 @@ class RequestQueue:
         )
         return [Entry(entry_id, payload, deliveries) for entry_id, payload, deliveries in taken]
 
-    async def give_back(self, entry_ids: list[bytes]) -> None:
+    async def give_back(self, entry_ids: Sequence[bytes]) -> None:
         """Let other workers have these entries at once; nothing was sent for them."""
         await self._redis.xclaim(
-            self.stream, REQUEST_GROUP, RETURNED, 0, entry_ids, justid=True
+            self.stream, REQUEST_GROUP, RETURNED, 0, list(entry_ids), justid=True
         )
 
     async def drop(self, entry_id: bytes) -> None:
@@ -91,13 +92,17 @@ class RequestQueue:
         )
         entries = reply[0][1] if reply else []
         # The fields of a pending entry that was deleted are None.
-        return [Entry(entry_id, fields.get(PAYLOAD_FIELD, b"")) for entry_id, fields in entries if fields]
+        return [
+            Entry(entry_id, fields.get(PAYLOAD_FIELD, b""))
+            for entry_id, fields in entries
+            if fields
+        ]
 
 
 class AbortFeed:
     """The aborts stream of one model, read from a minute before now on."""
 
-    def __init__(self, redis: "Redis[bytes]", model: str) -> None:
+    def __init__(self, redis: Redis, model: str) -> None:
         self._redis = redis
         self._stream = aborts_stream(model)
         self._last_id: bytes | str = f"{int(1000 * (time.time() - ABORTS_LOOK_BACK_S))}-0"

@@ -127,7 +127,9 @@ class EngineThread:
             return None
         except Exception:  # noqa: BLE001  as above
             log.exception("The engine could not be built.")
-            self._tell(self._listener.on_load_failed, "The model could not be loaded (see the log).")
+            self._tell(
+                self._listener.on_load_failed, "The model could not be loaded (see the log)."
+            )
             return None
         self._tell(self._listener.on_loaded, loaded)
         return loaded

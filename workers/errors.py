@@ -1,9 +1,9 @@
 """Errors of a worker process.
 
-    WorkerError
-    ├── ConfigError     a setting is missing or wrong: the process does not start
-    ├── LoadError       the model or the device cannot be brought up: the process ends, exit code 1
-    └── RequestError    one request cannot run; the others go on
+WorkerError
+├── ConfigError     a setting is missing or wrong: the process does not start
+├── LoadError       the model or the device cannot be brought up: the process ends, exit code 1
+└── RequestError    one request cannot run; the others go on
 """
 
 

@@ -22,7 +22,7 @@ from workers.protocol import (
 class Heartbeat:
     """Writes the status each second and whenever `beat_now` is called, and the card once it is known."""
 
-    def __init__(self, redis: "Redis[bytes]", status: Callable[[], WorkerStatus]) -> None:
+    def __init__(self, redis: Redis, status: Callable[[], WorkerStatus]) -> None:
         self._redis = redis
         self._status = status
         self._wake = asyncio.Event()

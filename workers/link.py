@@ -20,7 +20,7 @@ OUTAGE = (RedisError, OSError)
 log = logging.getLogger(__name__)
 
 
-def connect(url: str) -> "Redis[bytes]":
+def connect(url: str) -> Redis:
     """A client that never repeats a command by itself: a read that was lost must be noticed."""
     return Redis.from_url(
         url,

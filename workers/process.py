@@ -40,7 +40,7 @@ def _scripted_factory(config: WorkerConfig) -> EngineFactory:
             context_len=config.context_len or CONTEXT_LEN,
             step_delay_s=config.step_delay_s,
         )
-        return build_scripted(config.model_name, engine, progress)
+        return build_scripted(config.served_name, engine, progress)
 
     return build
 

@@ -31,7 +31,7 @@ class _Batch:
 class Publisher:
     """`put` and `finish` only take note; `run` writes, in order, trying again while Redis is away."""
 
-    def __init__(self, redis: "Redis[bytes]", requests_stream: str, worker_id: str) -> None:
+    def __init__(self, redis: Redis, requests_stream: str, worker_id: str) -> None:
         self._redis = redis
         self._requests_stream = requests_stream
         self._worker_id = worker_id
@@ -91,7 +91,10 @@ class Publisher:
                         worker_id=self._worker_id, deltas=deltas[start : start + MAX_DELTAS]
                     )
                     pipe.xadd(
-                        reply_to, {PAYLOAD_FIELD: encode(step)}, maxlen=REPLIES_MAX_LEN, approximate=True
+                        reply_to,
+                        {PAYLOAD_FIELD: encode(step)},
+                        maxlen=REPLIES_MAX_LEN,
+                        approximate=True,
                     )
                 pipe.expire(reply_to, REPLIES_TTL_S)
             if batch.finished:

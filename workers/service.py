@@ -60,8 +60,8 @@ class Service:
     def __init__(self, config: WorkerConfig, factory: EngineFactory) -> None:
         self._config = config
         self._redis = connect(config.redis_url)
-        self._queue = RequestQueue(self._redis, config.model_name, config.worker_id)
-        self._aborts = AbortFeed(self._redis, config.model_name)
+        self._queue = RequestQueue(self._redis, config.served_name, config.worker_id)
+        self._aborts = AbortFeed(self._redis, config.served_name)
         self._publisher = Publisher(self._redis, self._queue.stream, config.worker_id)
         self._heartbeat = Heartbeat(self._redis, self._status)
         self._engine = EngineThread(factory, self)
@@ -76,7 +76,7 @@ class Service:
 
     async def run(self) -> int:
         self._watch_signals()
-        log.info("%s starts as %s.", self._config.model_name, self._config.worker_id)
+        log.info("%s starts as %s.", self._config.served_name, self._config.worker_id)
         self._spawn(self._heartbeat.run())
         self._engine.start()
         await self._loaded.wait()
@@ -131,7 +131,7 @@ class Service:
         claims, (what, _) = self._claims, self._progress
         self._state, self._progress = WorkerState.READY, ("", 1.0)
         self._heartbeat.beat_now()
-        log.info("%s is ready (%s).", self._config.model_name, what)
+        log.info("%s is ready (%s).", self._config.served_name, what)
         self._spawn(self._publisher.run())
         self._spawn(self._abort_loop())
         claiming = self._spawn(self._claim_loop())
@@ -184,7 +184,9 @@ class Service:
         try:
             entries = await self._queue.reclaim(self._claims.num_free)
             for entry in entries:
-                log.warning("Takes over entry %s of a worker that is gone.", entry.entry_id.decode())
+                log.warning(
+                    "Takes over entry %s of a worker that is gone.", entry.entry_id.decode()
+                )
                 await self._take(entry)
         except OUTAGE as error:
             # The claim loop reports and waits for the same outage.
@@ -326,7 +328,7 @@ class Service:
         stats, (what, share) = self._engine.stats, self._progress
         return WorkerStatus(
             worker_id=self._config.worker_id,
-            model=self._config.model_name,
+            model=self._config.served_name,
             state=self._state,
             progress=share,
             detail=what,

@@ -80,7 +80,9 @@ class _Run:
 
     def end(self, reason: FinishReason, error: str | None = None) -> list[OutputDelta]:
         """The same end for every unfinished choice."""
-        return [self._delta(choice, Emission("", reason), 0, error) for choice in tuple(self.choices)]
+        return [
+            self._delta(choice, Emission("", reason), 0, error) for choice in tuple(self.choices)
+        ]
 
     def _advance(self, choice: _Choice) -> OutputDelta | None:
         output = choice.output
