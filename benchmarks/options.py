@@ -3,7 +3,7 @@
 import click
 
 
-class Counts(click.ParamType):
+class Counts(click.ParamType[list[int]]):
     """Positive whole numbers with commas between them, as in 1,8,16."""
 
     name = "counts"

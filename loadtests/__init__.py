@@ -1,0 +1,1 @@
+"""Load tests: Locust users that speak OpenAI's API."""
