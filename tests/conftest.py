@@ -1,9 +1,13 @@
 """Fixtures for all tests. Nothing here loads torch unless a test asks for a device."""
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
+from models.errors import SourceUnavailableError
+from models.library import resolve
+from models.settings import ModelSettings
 from torchtpu import environment
 from torchtpu.bringup import bring_up
 from torchtpu.device import Device
@@ -17,3 +21,55 @@ environment.apply(environment.plain_variables())
 def tpu_device() -> Iterator[Device]:
     """The `tpu` device of this process: a TPU if there is one, else XLA:CPU."""
     yield bring_up("tpu")
+
+
+@pytest.fixture(scope="session")
+def smollm2_dir() -> Path:
+    """The embedded default model's folder, pulled once into the user's own model cache.
+
+    `TPUGATE_MODELS_DIR` or `TPUGATE_HOME` puts that cache elsewhere.
+    """
+    try:
+        return resolve("smollm2-135m-instruct", ModelSettings.from_environment()).path
+    except SourceUnavailableError as error:
+        pytest.skip(f"needs the weights of smollm2-135m-instruct: {error}")
+
+
+@pytest.fixture(scope="session")
+def valkey_server() -> Iterator[ValkeyServer]:
+    with ValkeyServer(config={"save": "", "appendonly": "no"}) as server:
+        yield server
+
+
+@pytest.fixture
+def redis_url(valkey_server: ValkeyServer) -> str:
+    """URL of an empty Valkey."""
+    url = f"redis://127.0.0.1:{valkey_server.port}/0"
+    with redis.Redis.from_url(url) as client:
+        client.flushall()
+    return url
+
+
+@pytest.fixture
+def peer(redis_url: str) -> Iterator[GatewayPeer]:
+    """The gateway's end of the wire for the model `m-small`."""
+    peer = GatewayPeer(redis_url)
+    yield peer
+    peer.close()
+
+
+StartWorker = Callable[..., WorkerUnderTest]
+
+
+@pytest.fixture
+def start_worker(redis_url: str, tmp_path: Path) -> Iterator[StartWorker]:
+    """`start_worker("a", max_rows="1")`: a scripted worker process, killed at the end of the test."""
+    workers: list[WorkerUnderTest] = []
+
+    def start(name: str, url: str = redis_url, **settings: str) -> WorkerUnderTest:
+        workers.append(WorkerUnderTest(url, name, tmp_path / f"worker-{name}.log", **settings))
+        return workers[-1]
+
+    yield start
+    for worker in workers:
+        worker.kill()
