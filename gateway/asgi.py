@@ -1,0 +1,233 @@
+"""The application: parts put together, errors mapped once, a request id on every answer, and the server."""
+
+import asyncio
+import logging
+import re
+import secrets
+import signal
+import socket
+import sys
+import threading
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from typing import Any
+
+import uvicorn
+import uvloop
+from litestar import Litestar, Request, Response
+from litestar.di import Provide
+from litestar.exceptions import HTTPException
+from litestar.openapi import OpenAPIConfig
+from litestar.openapi.spec import Components
+from litestar.types import ExceptionHandlersMap, Message, Scope
+
+from gateway.db.engine import Database
+from gateway.dispatch import Dispatcher
+from gateway.domain.accounts.controllers import KeyController
+from gateway.domain.accounts.services import AccountService
+from gateway.domain.openai.controllers import OpenAIController
+from gateway.domain.openai.schemas import ChatCompletionRequest, CompletionRequest
+from gateway.domain.openai.services import CompletionService
+from gateway.domain.system.controllers import SystemController
+from gateway.domain.system.services import Metrics
+from gateway.errors import (
+    BadRequestError,
+    BodyTooLargeError,
+    GatewayError,
+    NotFoundError,
+    PortTakenError,
+    ServerError,
+    StartupError,
+    error_response,
+)
+from gateway.settings import GatewaySettings
+
+logger = logging.getLogger(__name__)
+
+_CLEAN_ID = re.compile(rb"[\x21-\x7e]{1,128}")
+_KEEP_ALIVE_S = 75
+
+
+def create_app(settings: GatewaySettings) -> Litestar:
+    """The gateway as an ASGI application; it reaches for Redis and the database when its lifespan starts."""
+    database = Database(settings)
+    accounts = AccountService(settings, database)
+    dispatcher = Dispatcher(settings)
+    metrics = Metrics(dispatcher)
+    completions = CompletionService(settings, dispatcher, metrics)
+
+    @asynccontextmanager
+    async def lifespan(_: Litestar) -> AsyncIterator[None]:
+        try:
+            await accounts.prepare()
+            await dispatcher.start()
+            yield
+        finally:
+            await dispatcher.stop()
+            await database.close()
+
+    app = Litestar(
+        route_handlers=[OpenAIController, KeyController, SystemController],
+        lifespan=[lifespan],
+        dependencies={
+            "accounts": Provide(lambda: accounts, sync_to_thread=False),
+            "completions": Provide(lambda: completions, sync_to_thread=False),
+            "dispatcher": Provide(lambda: dispatcher, sync_to_thread=False),
+            "metrics": Provide(lambda: metrics, sync_to_thread=False),
+        },
+        exception_handlers=_exception_handlers(),
+        before_send=[_add_request_id],
+        request_max_body_size=settings.max_body_bytes,
+        openapi_config=_openapi_config(),
+        logging_config=None,
+    )
+    app.state["accounts"] = accounts
+    return app
+
+
+def _openapi_config() -> OpenAPIConfig:
+    schemas: dict[str, Any] = {}
+    for kind in (ChatCompletionRequest, CompletionRequest):
+        schema = kind.model_json_schema(ref_template="#/components/schemas/{model}")
+        schemas.update(schema.pop("$defs", {}))
+        schemas[kind.__name__] = schema
+    return OpenAPIConfig(
+        title="tpugate", version="1", path="/schema", components=Components(schemas=schemas)
+    )
+
+
+def _exception_handlers() -> ExceptionHandlersMap:
+    return {
+        GatewayError: _handle_gateway_error,
+        HTTPException: _handle_http_exception,
+        Exception: _handle_unexpected,
+    }
+
+
+def _handle_gateway_error(_: Request[Any, Any, Any], error: GatewayError) -> Response[bytes]:
+    answer = error_response(error)
+    return Response(
+        answer.body,
+        status_code=answer.status,
+        headers=answer.headers,
+        media_type="application/json",
+    )
+
+
+def _handle_http_exception(
+    request: Request[Any, Any, Any], error: HTTPException
+) -> Response[bytes]:
+    """The framework's own refusals in OpenAI's words."""
+    status = error.status_code
+    mapped: GatewayError
+    if status == 404:
+        mapped = NotFoundError(f"Unknown request URL: {request.method} {request.url.path[:200]}")
+    elif status == 413:
+        limit = request.app.request_max_body_size
+        mapped = BodyTooLargeError(f"The body is larger than this server takes ({limit} bytes).")
+    elif status >= 500:
+        mapped = ServerError("The server failed on this request.")
+    else:
+        mapped = BadRequestError(_framework_message(error))
+    answer = _handle_gateway_error(request, mapped)
+    if 400 <= status < 500:
+        answer.status_code = status
+    if "allow" in (error.headers or {}):
+        answer.headers["allow"] = (error.headers or {})["allow"]
+    return answer
+
+
+def _framework_message(error: HTTPException) -> str:
+    first = error.extra[0] if isinstance(error.extra, list) and error.extra else None
+    if isinstance(first, dict) and "message" in first:
+        return f"Invalid '{first.get('key', 'body')}': {first['message']}"[:500]
+    return error.detail[:500]
+
+
+def _handle_unexpected(request: Request[Any, Any, Any], error: Exception) -> Response[bytes]:
+    logger.error("%s %s failed", request.method, request.url.path, exc_info=error)
+    return _handle_gateway_error(request, ServerError("The server failed on this request."))
+
+
+async def _add_request_id(message: Message, scope: Scope) -> None:
+    """Echo the client's x-request-id if it is clean, else give one of ours; log and support refer to it."""
+    if message["type"] != "http.response.start":
+        return
+    given = next((value for name, value in scope["headers"] if name == b"x-request-id"), b"")
+    request_id = given if _CLEAN_ID.fullmatch(given) else b"req_" + secrets.token_hex(16).encode()
+    message["headers"] = [*message["headers"], (b"x-request-id", request_id)]
+
+
+class _Server(uvicorn.Server):
+    """uvicorn's server, but a signal that asked it to stop is not raised again: a clean stop exits with 0."""
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        names = (signal.SIGINT, signal.SIGTERM)
+        before = {name: signal.signal(name, self.handle_exit) for name in names}
+        try:
+            yield
+        finally:
+            for name, handler in before.items():
+                signal.signal(name, handler)
+
+
+async def serve(settings: GatewaySettings) -> None:
+    """Serve until SIGINT or SIGTERM. Raises `StartupError` (`PortTakenError` …) before anything listens."""
+    listener = _listen(settings.host, settings.port)
+    with listener:
+        await _check_data_folder(settings)
+        config = uvicorn.Config(
+            create_app(settings),
+            loop="uvloop",
+            http="httptools",
+            ws="none",
+            lifespan="on",
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            timeout_keep_alive=_KEEP_ALIVE_S,
+            timeout_graceful_shutdown=settings.graceful_shutdown_s,
+        )
+        server = _Server(config)
+        logger.info("listening on http://%s:%d", *listener.getsockname()[:2])
+        await server.serve(sockets=[listener])
+        if not server.started:
+            raise StartupError("the gateway could not start; the log says why")
+
+
+async def _check_data_folder(settings: GatewaySettings) -> None:
+    """Do what the lifespan does first once here, where its failure is one sentence and not a framework's trace."""
+    database = Database(settings)
+    try:
+        await AccountService(settings, database).prepare()
+    finally:
+        await database.close()
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((host, port))
+        listener.listen(2048)
+    except OSError as error:
+        listener.close()
+        raise PortTakenError(f"cannot listen on {host}:{port}: {error.strerror}") from error
+    listener.setblocking(False)
+    return listener
+
+
+def run(settings: GatewaySettings) -> int:
+    """Serve in an event loop of its own; returns the exit code, with one sentence on stderr if it is not 0."""
+    try:
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            runner.run(serve(settings))
+    except StartupError as error:
+        sys.stderr.write(f"tpugate gateway: {error}\n")
+        return 1
+    return 0

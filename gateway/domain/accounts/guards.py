@@ -1,0 +1,25 @@
+"""Who may call a route. Guards run before a body is read."""
+
+from typing import Any, cast
+
+from litestar.connection import ASGIConnection
+from litestar.handlers import BaseRouteHandler
+
+from gateway.db.models import Role
+from gateway.domain.accounts.services import AccountService, Principal
+from gateway.errors import ForbiddenError
+
+Connection = ASGIConnection[Any, Any, Any, Any]
+
+
+async def requires_key(connection: Connection, _: BaseRouteHandler) -> None:
+    """Sets `connection.auth` to the `Principal`. Raises `UnauthorizedError`."""
+    accounts = cast(AccountService, connection.app.state["accounts"])
+    connection.scope["auth"] = await accounts.authenticate(connection.headers.get("authorization"))
+
+
+async def requires_admin(connection: Connection, handler: BaseRouteHandler) -> None:
+    """Raises `UnauthorizedError` or `ForbiddenError`."""
+    await requires_key(connection, handler)
+    if cast(Principal, connection.auth).role is not Role.ADMIN:
+        raise ForbiddenError("This needs an admin's API key.")

@@ -1,0 +1,228 @@
+"""From a checked body to the tokens and parameters of `GenerateRequest`."""
+
+import asyncio
+import json
+import re
+import uuid
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from gateway.directory import ServedModel
+from gateway.domain.openai.schemas import (
+    ChatCompletionRequest,
+    ChatMessage,
+    CompletionRequest,
+    GenerationBody,
+)
+from gateway.errors import BadRequestError, ContextLengthError
+from models.errors import ChatTemplateError
+from workers.protocol import SamplingParams
+
+Headers = Mapping[str, str]
+_COMPLETION_MAX_TOKENS = 16
+"""OpenAI's default of /v1/completions; chat goes on to the end of the context."""
+_WORD = re.compile(r"\s*\S+\s*")
+
+
+@dataclass(frozen=True)
+class Prompt:
+    token_ids: list[int]
+    sampling: SamplingParams
+    script: tuple[bytes, ...] | None = None
+    """For the scripted engine only."""
+
+
+async def chat_prompt(
+    served: ServedModel, body: ChatCompletionRequest, headers: Headers, inline_bytes: int
+) -> Prompt:
+    """Render and tokenise the messages. Raises `BadRequestError` or `ContextLengthError`."""
+    messages = [_template_message(i, message) for i, message in enumerate(body.messages)]
+    text_len = sum(len(message["content"] or "") for message in messages)
+    if text_len > inline_bytes:
+        token_ids = await asyncio.to_thread(_encode_chat, served, body, messages)
+    else:
+        token_ids = _encode_chat(served, body, messages)
+    asked = body.max_completion_tokens or body.max_tokens
+    sampling = _sampling(served, body, asked, len(token_ids), "messages")
+    script = None
+    if served.card.engine == "scripted":
+        users = [message["content"] for message in messages if message["role"] == "user"]
+        script = _script(headers, (users[-1] if users else "") or "")
+    return Prompt(token_ids=token_ids, sampling=sampling, script=script)
+
+
+async def completion_prompts(
+    served: ServedModel, body: CompletionRequest, headers: Headers, inline_bytes: int
+) -> list[Prompt]:
+    """Tokenise each prompt. Raises `BadRequestError` or `ContextLengthError`."""
+    given = body.prompts()
+    text_len = sum(len(prompt) for prompt in given if isinstance(prompt, str))
+    if text_len > inline_bytes:
+        encoded = await asyncio.to_thread(_encode_plain, served, given)
+    else:
+        encoded = _encode_plain(served, given)
+    prompts: list[Prompt] = []
+    for prompt, token_ids in zip(given, encoded, strict=True):
+        left = served.card.context_len - len(token_ids)
+        asked = body.max_tokens or max(1, min(_COMPLETION_MAX_TOKENS, left))
+        sampling = _sampling(served, body, asked, len(token_ids), "prompt")
+        script = None
+        if served.card.engine == "scripted":
+            text = prompt if isinstance(prompt, str) else served.tokenizer.decode(prompt)
+            script = _script(headers, text)
+        prompts.append(Prompt(token_ids=token_ids, sampling=sampling, script=script))
+    return prompts
+
+
+def new_request_id() -> str:
+    return uuid.uuid4().hex
+
+
+def _encode_chat(
+    served: ServedModel, body: ChatCompletionRequest, messages: list[dict[str, Any]]
+) -> list[int]:
+    if served.template is None:
+        raise BadRequestError(
+            "This model has no chat template; use /v1/completions.", param="model"
+        )
+    extra = dict(body.chat_template_kwargs or {})
+    if body.reasoning_effort is not None:
+        extra.setdefault("reasoning_effort", body.reasoning_effort)
+    try:
+        text = served.template.render(
+            messages,
+            add_generation_prompt=body.add_generation_prompt is not False,
+            extra=extra,
+        )
+    except ChatTemplateError as error:
+        raise BadRequestError(f"Invalid 'messages': {error}", param="messages") from error
+    return served.tokenizer.encode(text)
+
+
+def _encode_plain(served: ServedModel, prompts: list[str | list[int]]) -> list[list[int]]:
+    card = served.card
+    encoded: list[list[int]] = []
+    for prompt in prompts:
+        if isinstance(prompt, str):
+            token_ids = served.tokenizer.encode(prompt, add_bos=card.add_bos)
+        elif max(prompt) < card.vocab_size:
+            token_ids = prompt
+        else:
+            raise BadRequestError(
+                f"Invalid 'prompt': token ids of this model are 0 to {card.vocab_size - 1}.",
+                param="prompt",
+                code="invalid_value",
+            )
+        if not token_ids:
+            raise BadRequestError("Invalid 'prompt': it is empty.", param="prompt")
+        encoded.append(token_ids)
+    return encoded
+
+
+def _template_message(index: int, message: ChatMessage) -> dict[str, Any]:
+    fields: dict[str, Any] = {"role": message.role, "content": message.text()}
+    if message.name is not None:
+        fields["name"] = message.name
+    if message.tool_call_id is not None:
+        fields["tool_call_id"] = message.tool_call_id
+    if message.tool_calls:
+        fields["content"] = fields["content"] or ""
+        fields["tool_calls"] = [
+            {
+                "id": call.id,
+                "type": call.type,
+                "function": {
+                    "name": call.function.name,
+                    "arguments": _arguments(index, number, call.function.arguments),
+                },
+            }
+            for number, call in enumerate(message.tool_calls)
+        ]
+    return fields
+
+
+def _arguments(index: int, number: int, text: str) -> dict[str, Any]:
+    """Templates iterate over the arguments, OpenAI sends them as JSON text."""
+    try:
+        arguments = json.loads(text or "{}")
+    except (ValueError, RecursionError):
+        arguments = None
+    if not isinstance(arguments, dict):
+        place = f"messages[{index}].tool_calls[{number}].function.arguments"
+        raise BadRequestError(f"Invalid '{place}': it is no JSON object.", param=place)
+    return arguments
+
+
+def _sampling(
+    served: ServedModel, body: GenerationBody, asked: int | None, prompt_len: int, where: str
+) -> SamplingParams:
+    """Check what depends on the model, and fill in defaults."""
+    max_tokens = _max_tokens(served.card.context_len, asked, prompt_len, where)
+    min_tokens = body.min_tokens or 0
+    if min_tokens > max_tokens:
+        raise BadRequestError(
+            f"Invalid 'min_tokens': it is more than the {max_tokens} tokens that may be generated.",
+            param="min_tokens",
+            code="invalid_value",
+        )
+    stop_ids = tuple(body.stop_token_ids or ())
+    if any(token_id >= served.card.vocab_size for token_id in stop_ids):
+        raise BadRequestError(
+            f"Invalid 'stop_token_ids': ids of this model are 0 to {served.card.vocab_size - 1}.",
+            param="stop_token_ids",
+            code="invalid_value",
+        )
+    return SamplingParams(
+        max_tokens=max_tokens,
+        temperature=1.0 if body.temperature is None else body.temperature,
+        top_p=1.0 if body.top_p is None else body.top_p,
+        top_k=min(max(0, body.top_k or 0), served.card.vocab_size),
+        min_p=body.min_p or 0.0,
+        seed=body.seed,
+        stop=body.stop_strings,
+        stop_token_ids=stop_ids,
+        ignore_eos=bool(body.ignore_eos),
+        min_tokens=min_tokens,
+        skip_special_tokens=body.skip_special_tokens is not False,
+    )
+
+
+def _max_tokens(context_len: int, asked: int | None, prompt_len: int, where: str) -> int:
+    left = context_len - prompt_len
+    if left < 1 or (asked or 1) > left:
+        wanted = asked or 1
+        raise ContextLengthError(
+            f"This model's maximum context length is {context_len} tokens. However, you requested "
+            f"{prompt_len + wanted} tokens ({prompt_len} in the {where}, {wanted} in the completion).",
+            param=where if left < 1 or asked is None else "max_tokens",
+        )
+    return asked or left
+
+
+def _script(headers: Headers, text: str) -> tuple[bytes, ...]:
+    """What the scripted engine is to emit: the client's list, else the prompt's words with their spaces."""
+    name = "x-model-script"
+    given = headers.get(name)
+    try:
+        if given is not None:
+            # Header text is Latin-1 by the standard; clients put UTF-8 into it.
+            words = msgspec.json.decode(given.encode("latin-1"), type=list[str])
+            return tuple(word.encode() for word in words)
+        name = "x-model-script-hex"
+        given = headers.get(name)
+        if given is not None:
+            return tuple(bytes.fromhex(item) for item in _hex_items(given))
+    except ValueError as error:
+        raise BadRequestError(
+            f"Invalid header '{name}': a JSON list of strings is wanted.", param=name
+        ) from error
+    return tuple(word.encode() for word in _WORD.findall(text))
+
+
+def _hex_items(given: str) -> list[str]:
+    if given.lstrip().startswith("["):
+        return msgspec.json.decode(given.encode("latin-1"), type=list[str])
+    return given.split(",")

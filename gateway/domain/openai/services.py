@@ -1,0 +1,134 @@
+"""The completion endpoints: check, render, queue, answer."""
+
+import time
+
+from litestar.connection import Request
+from litestar.datastructures import State
+from litestar.response.base import ASGIResponse
+from litestar.types import ASGIApp
+
+from gateway.directory import ServedModel, unknown_model
+from gateway.dispatch import Dispatcher
+from gateway.domain.accounts.services import Principal
+from gateway.domain.openai.answers import Plan, collect, stream
+from gateway.domain.openai.prompts import Prompt, chat_prompt, completion_prompts, new_request_id
+from gateway.domain.openai.schemas import (
+    ChatCompletionRequest,
+    CompletionRequest,
+    GenerationBody,
+    ModelInfo,
+    parse,
+)
+from gateway.domain.system.services import Metrics
+from gateway.errors import BadRequestError, GatewayError
+from gateway.settings import GatewaySettings
+from gateway.sse import EventStream
+from workers.protocol import GenerateRequest
+
+HttpRequest = Request[None, Principal, State]
+
+
+class CompletionService:
+    """Stateless but for its parts; one per application."""
+
+    def __init__(self, settings: GatewaySettings, dispatcher: Dispatcher, metrics: Metrics) -> None:
+        self._settings = settings
+        self._dispatcher = dispatcher
+        self._metrics = metrics
+
+    async def chat(self, request: HttpRequest) -> ASGIApp:
+        """Answer /v1/chat/completions; everything a client can get wrong is raised before anything is queued."""
+        started_s = time.monotonic()
+        body = parse(ChatCompletionRequest, await request.body())
+        served = self._dispatcher.directory.lookup(body.model)
+        inline_bytes = self._settings.inline_text_bytes
+        prompt = await chat_prompt(served, body, request.headers, inline_bytes)
+        plan = _plan(served, body, started_s)
+        return await self._answer(request, body, plan, [prompt])
+
+    async def complete(self, request: HttpRequest) -> ASGIApp:
+        """Answer /v1/completions, one or many prompts."""
+        started_s = time.monotonic()
+        body = parse(CompletionRequest, await request.body())
+        served = self._dispatcher.directory.lookup(body.model)
+        inline_bytes = self._settings.inline_text_bytes
+        prompts = await completion_prompts(served, body, request.headers, inline_bytes)
+        if len(prompts) > self._settings.queue_limit:
+            raise BadRequestError(
+                f"Invalid 'prompt': at most {self._settings.queue_limit} prompts can be queued.",
+                param="prompt",
+            )
+        plan = _plan(served, body, started_s)
+        return await self._answer(request, body, plan, prompts)
+
+    def models(self) -> list[ModelInfo]:
+        """All models that have a card or a worker."""
+        return [self._info(model) for model in self._dispatcher.directory.known_models()]
+
+    def model(self, model_id: str) -> ModelInfo:
+        """Raises `UnknownModelError`."""
+        if model_id not in self._dispatcher.directory.known_models():
+            raise unknown_model(model_id)
+        return self._info(model_id)
+
+    def _info(self, model: str) -> ModelInfo:
+        served = self._dispatcher.directory.models.get(model)
+        if served is None:
+            return ModelInfo(id=model, created=0, owned_by="tpugate")
+        card = served.card
+        return ModelInfo(
+            id=model,
+            created=card.created_s,
+            owned_by=card.owned_by,
+            max_model_len=card.context_len,
+        )
+
+    async def _answer(
+        self, request: HttpRequest, body: GenerationBody, plan: Plan, prompts: list[Prompt]
+    ) -> ASGIApp:
+        metrics = self._metrics.of(plan.model)
+        requests = [self._generate_request(plan, body, prompt) for prompt in prompts]
+        try:
+            job = await self._dispatcher.submit(requests, streaming=bool(body.stream))
+        except GatewayError as error:
+            metrics.failed(error.code or "unknown")
+            raise
+        if body.stream:
+            blocks = stream(job, plan, metrics, self._settings.ping_interval_s)
+            return EventStream(job, blocks)
+        with job:
+            job.watch(request.receive)
+            answer = await collect(job, plan, metrics)
+        return ASGIResponse(body=answer, media_type="application/json")
+
+    def _generate_request(
+        self, plan: Plan, body: GenerationBody, prompt: Prompt
+    ) -> GenerateRequest:
+        now_s = time.time()
+        return GenerateRequest(
+            request_id=new_request_id(),
+            model=plan.model,
+            reply_to=self._dispatcher.reply_to,
+            prompt_token_ids=prompt.token_ids,
+            sampling=prompt.sampling,
+            n=plan.num_choices,
+            created_s=now_s,
+            deadline_s=now_s + self._settings.request_timeout_s,
+            priority=body.priority or 0,
+            script=prompt.script,
+        )
+
+
+def _plan(served: ServedModel, body: GenerationBody, started_s: float) -> Plan:
+    chat = isinstance(body, ChatCompletionRequest)
+    digest = served.card.digest
+    return Plan(
+        id=("chatcmpl-" if chat else "cmpl-") + new_request_id(),
+        created_s=int(time.time()),
+        model=served.card.model,
+        fingerprint=f"fp_{digest[:10]}" if digest else None,
+        chat=chat,
+        num_choices=body.num_choices,
+        include_usage=body.wants_usage,
+        started_s=started_s,
+    )

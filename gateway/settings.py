@@ -1,0 +1,80 @@
+"""Settings of a gateway process; the one module of the package that reads the environment.
+
+Every field is read from `TPUGATE_` + its name in capitals: `TPUGATE_REDIS_URL`, `TPUGATE_QUEUE_LIMIT` …
+"""
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+
+from gateway.errors import SettingsError
+
+_PREFIX = "TPUGATE_"
+_REDIS_SCHEMES = ("redis://", "rediss://", "unix://")
+
+
+class GatewaySettings(BaseModel):
+    """Frozen. Durations are seconds."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    host: str = "127.0.0.1"
+    port: int = Field(default=8000, ge=0, le=65535)
+    """0 takes a free port."""
+    redis_url: str = "redis://127.0.0.1:6379"
+    data_dir: Path = Path("~/.local/share/tpugate")
+    """Holds the SQLite file, the secret of the key hashes and admin.key."""
+    database_url: str | None = None
+    """SQLAlchemy URL with an async driver; None is SQLite in `data_dir`."""
+    admin_key: str | None = Field(default=None, min_length=16, repr=False)
+    """Sets the admin's API key; None makes one at first start."""
+    max_body_bytes: int = Field(default=4 * 1024 * 1024, ge=1024)
+    queue_limit: int = Field(default=512, ge=1)
+    """Requests of one model that may be queued or running; one more gets 429."""
+    request_timeout_s: float = Field(default=600.0, gt=0)
+    ping_interval_s: float = Field(default=10.0, gt=0)
+    """Silence after which a stream gets a comment line, so that proxies keep it open."""
+    poll_interval_s: float = Field(default=0.5, gt=0)
+    """How often heartbeats of workers are read."""
+    redis_timeout_s: float = Field(default=5.0, gt=0)
+    key_cache_s: float = Field(default=5.0, ge=0)
+    """How long a revoked key may still work on this gateway."""
+    inline_text_bytes: int = Field(default=8 * 1024, ge=0)
+    """Prompts with more text than this are tokenised in a thread."""
+    retry_after_full_s: int = Field(default=1, ge=1)
+    retry_after_unavailable_s: int = Field(default=2, ge=1)
+    graceful_shutdown_s: int = Field(default=30, ge=0)
+    """How long running answers may go on after SIGTERM."""
+
+    @field_validator("data_dir")
+    @classmethod
+    def _absolute(cls, value: Path) -> Path:
+        return value.expanduser().absolute()
+
+    @field_validator("redis_url")
+    @classmethod
+    def _known_scheme(cls, value: str) -> str:
+        if not value.startswith(_REDIS_SCHEMES):
+            raise ValueError("a Redis URL starts with redis://, rediss:// or unix://")
+        return value
+
+    @classmethod
+    def from_environment(
+        cls, environ: Mapping[str, str] | None = None, **overrides: object
+    ) -> "GatewaySettings":
+        """Environment, with `overrides` (command line) on top; raises `SettingsError` naming the bad variable."""
+        env = os.environ if environ is None else environ
+        values: dict[str, object] = {
+            name: env[_PREFIX + name.upper()]
+            for name in cls.model_fields
+            if env.get(_PREFIX + name.upper())
+        }
+        values.update({name: value for name, value in overrides.items() if value is not None})
+        try:
+            return cls.model_validate(values)
+        except ValidationError as error:
+            first = error.errors(include_input=False, include_url=False)[0]
+            name = ".".join(str(part) for part in first["loc"])
+            raise SettingsError(f"{_PREFIX}{name.upper()} is wrong: {first['msg']}") from error

@@ -1,0 +1,127 @@
+"""Server-sent events: the framing, the chunk encoders of the hot path, and the ASGI response.
+
+Every token of every stream passes here, so only what it needs: the constant part of a chunk is built once
+a request, and a chunk is a join of bytes with one JSON string encoded in between.
+"""
+
+import logging
+from collections.abc import AsyncGenerator
+from contextlib import AbstractContextManager, aclosing
+from typing import Protocol
+
+import msgspec
+from litestar.types import Receive, Scope, Send
+
+from gateway.errors import ClientGoneError, GatewayError, ServerError, error_body
+from workers.protocol import Usage
+
+logger = logging.getLogger(__name__)
+
+PING = b": ping\n\n"
+DONE = b"data: [DONE]\n\n"
+_HEADERS = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),
+]
+_encode = msgspec.json.Encoder().encode
+
+
+def error_event(error: GatewayError) -> bytes:
+    return b"data: " + error_body(error) + b"\n\n"
+
+
+def usage_fields(usage: Usage) -> dict[str, object]:
+    """OpenAI's usage object."""
+    return {
+        "prompt_tokens": usage.prompt_tokens,
+        "completion_tokens": usage.completion_tokens,
+        "total_tokens": usage.prompt_tokens + usage.completion_tokens,
+        "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
+        "completion_tokens_details": {"reasoning_tokens": 0},
+    }
+
+
+class ChunkEncoder:
+    """Chunks of one stream: they share id, creation time, model and fingerprint."""
+
+    def __init__(self, envelope: dict[str, object], *, chat: bool, include_usage: bool) -> None:
+        """`envelope` holds the fields all chunks share; with `include_usage`, chunks carry `usage: null`."""
+        head = b"data: " + _encode(envelope)[:-1]
+        self._chat = chat
+        self._usage_head = head + b',"choices":[],"usage":'
+        self._head = head + b',"choices":[{"index":'
+        self._end = b'}],"usage":null}\n\n' if include_usage else b"}]}\n\n"
+        before, after = (b',"delta":{"content":', b"}") if chat else (b',"text":', b"")
+        self._before_text = before
+        self._after_text = after + b',"logprobs":null,"finish_reason":null' + self._end
+        finish = b',"delta":{}' if chat else b',"text":""'
+        self._before_reason = finish + b',"logprobs":null,"finish_reason":"'
+
+    def role(self, choice: int) -> bytes:
+        """The first chunk of a choice; nothing for plain completions, which have no roles."""
+        if not self._chat:
+            return b""
+        return b'%b%d,"delta":{"role":"assistant","content":"","refusal":null%b' % (
+            self._head,
+            choice,
+            self._after_text,
+        )
+
+    def text(self, choice: int, text: str) -> bytes:
+        return b"%b%d%b%b%b" % (
+            self._head,
+            choice,
+            self._before_text,
+            _encode(text),
+            self._after_text,
+        )
+
+    def finish(self, choice: int, reason: str) -> bytes:
+        return b'%b%d%b%b"%b' % (
+            self._head,
+            choice,
+            self._before_reason,
+            reason.encode(),
+            self._end,
+        )
+
+    def usage(self, usage: Usage) -> bytes:
+        """The chunk without choices."""
+        return self._usage_head + _encode(usage_fields(usage)) + b"}\n\n"
+
+
+class Guard(AbstractContextManager[object], Protocol):
+    """What a stream belongs to: told of the channel to watch, and left when the stream ends for any reason."""
+
+    def watch(self, receive: Receive) -> None: ...
+
+
+class EventStream:
+    """ASGI response: 200 at once, then one send for each block of events."""
+
+    def __init__(self, guard: Guard, blocks: AsyncGenerator[bytes, None]) -> None:
+        """An error that `blocks` raises becomes an in-band event, the last of the stream."""
+        self._guard = guard
+        self._blocks = blocks
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        with self._guard:
+            self._guard.watch(receive)
+            await send({"type": "http.response.start", "status": 200, "headers": list(_HEADERS)})
+            async with aclosing(self._blocks):
+                last = await self._send_blocks(send)
+            await send({"type": "http.response.body", "body": last, "more_body": False})
+
+    async def _send_blocks(self, send: Send) -> bytes:
+        try:
+            async for block in self._blocks:
+                await send({"type": "http.response.body", "body": block, "more_body": True})
+        except ClientGoneError:
+            pass
+        except GatewayError as error:
+            return error_event(error)
+        except Exception:  # noqa: BLE001  the ASGI error handler of answers that have begun
+            logger.exception("a stream failed")
+            return error_event(ServerError("The server failed on this request."))
+        return b""

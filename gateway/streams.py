@@ -1,0 +1,278 @@
+"""The gateway's two ends of Redis Streams: one writer of requests and aborts, one reader of replies.
+
+Writes that come while a round trip is under way leave together in the next one, so that the cost of
+a pipeline is shared by all requests of that moment. Reads are one blocking XREAD per process, fanned
+out by the caller.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from importlib.resources import files
+from typing import Any, cast
+
+import msgspec
+from redis.asyncio import Redis
+from redis.asyncio.client import Pipeline
+from redis.asyncio.retry import Retry
+from redis.backoff import NoBackoff
+from redis.exceptions import NoScriptError, RedisError
+
+from gateway.errors import UnavailableError
+from workers.protocol import (
+    PAYLOAD_FIELD,
+    REQUEST_GROUP,
+    AbortRequest,
+    GenerateRequest,
+    StepDeltas,
+    aborts_stream,
+    decode,
+    encode,
+    requests_stream,
+)
+
+logger = logging.getLogger(__name__)
+
+_READ_COUNT = 200
+_BLOCK_MS = 1000
+_TRIM_INTERVAL_S = 1.0
+_REPLIES_TTL_S = 60
+_MAX_BACKOFF_S = 2.0
+_Entries = list[tuple[bytes, list[tuple[bytes, dict[bytes, bytes]]]]]
+"""What XREAD gives: stream name and its (entry id, fields) pairs."""
+
+
+def connect(url: str, timeout_s: float) -> Redis:
+    """A client that fails at once instead of retrying: what to do about a failure is decided here, not in it."""
+    return Redis.from_url(
+        url,
+        socket_timeout=timeout_s,
+        socket_connect_timeout=timeout_s,
+        retry=Retry(NoBackoff(), 0),
+        protocol=2,
+    )
+
+
+@dataclass(frozen=True)
+class _Enqueue:
+    requests: tuple[GenerateRequest, ...]
+    limit: int
+    done: "asyncio.Future[list[bytes] | None]"
+
+
+@dataclass(frozen=True)
+class _Abort:
+    model: str
+    request_id: str
+    entry_id: bytes
+
+
+class Outbox:
+    """Writes requests and aborts; `run` is its only task. Aborts are kept while Redis is away."""
+
+    def __init__(self, redis: Redis, *, retry_after_s: int) -> None:
+        self._redis = redis
+        self._retry_after_s = retry_after_s
+        self._enqueues: list[_Enqueue] = []
+        self._aborts: list[_Abort] = []
+        self._wake = asyncio.Event()
+        self._idle = asyncio.Event()
+        self._idle.set()
+        scripts = files("gateway") / "lua"
+        self._enqueue_script = (scripts / "enqueue.lua").read_text()
+        self._abort_script = (scripts / "abort.lua").read_text()
+        self._shas: tuple[str, str] | None = None
+
+    async def enqueue(
+        self, requests: tuple[GenerateRequest, ...], limit: int
+    ) -> list[bytes] | None:
+        """Entry ids, or None if the stream would hold more than `limit`. All requests are of one model.
+
+        Raises `UnavailableError` if Redis did not answer; the requests are aborted as soon as it does,
+        because they may have been written.
+        """
+        done: asyncio.Future[list[bytes] | None] = asyncio.get_running_loop().create_future()
+        self._enqueues.append(_Enqueue(requests, limit, done))
+        self._wake.set()
+        return await done
+
+    def abort(self, model: str, request_id: str, entry_id: bytes) -> None:
+        """Send an abort with the next round trip; never blocks and never fails."""
+        self._aborts.append(_Abort(model, request_id, entry_id))
+        self._idle.clear()
+        self._wake.set()
+
+    async def flush(self, timeout_s: float) -> None:
+        """Wait until all aborts are written, at most `timeout_s`."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._idle.wait()
+        except TimeoutError:
+            logger.warning("%d aborts could not be written", len(self._aborts))
+
+    async def run(self) -> None:
+        """Write until cancelled."""
+        backoff_s = 0.05
+        while True:
+            await self._wake.wait()
+            self._wake.clear()
+            enqueues, self._enqueues = self._enqueues, []
+            aborts, self._aborts = self._aborts, []
+            try:
+                await self._write(enqueues, aborts)
+                backoff_s = 0.05
+            except (RedisError, OSError) as error:
+                logger.warning("the request queue cannot be written: %s", error)
+                self._give_up(enqueues, aborts)
+                # A request that comes meanwhile is tried when the pause ends.
+                await asyncio.sleep(backoff_s)
+                backoff_s = min(backoff_s * 2, _MAX_BACKOFF_S / 4)
+                self._wake.set()
+            if not self._aborts:
+                self._idle.set()
+
+    def _give_up(self, enqueues: list[_Enqueue], aborts: list[_Abort]) -> None:
+        self._shas = None
+        unsure = [
+            _Abort(request.model, request.request_id, b"")
+            for item in enqueues
+            if not item.done.done()
+            for request in item.requests
+        ]
+        self._aborts = [*aborts, *unsure, *self._aborts][-10_000:]
+        for item in enqueues:
+            if not item.done.done():
+                item.done.set_exception(
+                    UnavailableError(
+                        "The request queue cannot be reached. Try again shortly.",
+                        retry_after_s=self._retry_after_s,
+                    )
+                )
+
+    async def _write(self, enqueues: list[_Enqueue], aborts: list[_Abort]) -> None:
+        if not enqueues and not aborts:
+            return
+        if self._shas is None:
+            self._shas = (
+                await self._redis.script_load(self._enqueue_script),
+                await self._redis.script_load(self._abort_script),
+            )
+        async with self._redis.pipeline(transaction=False) as pipe:
+            for item in enqueues:
+                _add_enqueue(pipe, self._shas[0], item)
+            for abort in aborts:
+                _add_abort(pipe, self._shas[1], abort)
+            replies = await pipe.execute(raise_on_error=False)
+        if any(isinstance(reply, NoScriptError) for reply in replies):
+            # Redis was restarted or flushed: those scripts did not run, so they may be sent again.
+            self._shas = None
+        self._settle(enqueues, replies[: len(enqueues)])
+        self._aborts[:0] = [
+            abort
+            for abort, reply in zip(aborts, replies[len(enqueues) :], strict=True)
+            if isinstance(reply, NoScriptError)
+        ]
+
+    def _settle(self, enqueues: list[_Enqueue], replies: list[Any]) -> None:
+        for item, reply in zip(enqueues, replies, strict=True):
+            if isinstance(reply, NoScriptError):
+                self._enqueues.insert(0, item)
+                self._wake.set()
+            elif item.done.done():
+                continue  # its task was cancelled; the owner has aborted it
+            elif isinstance(reply, Exception):
+                logger.error("a request cannot be queued: %s", reply)
+                item.done.set_exception(
+                    UnavailableError(
+                        "The request cannot be queued. Try again shortly.",
+                        retry_after_s=self._retry_after_s,
+                    )
+                )
+            else:
+                item.done.set_result(reply)
+        if self._aborts:
+            self._wake.set()
+
+
+def _add_enqueue(pipe: Pipeline, sha: str, item: _Enqueue) -> None:
+    payloads = [encode(request) for request in item.requests]
+    stream = requests_stream(item.requests[0].model)
+    pipe.evalsha(sha, 1, stream, item.limit, PAYLOAD_FIELD, *payloads)
+
+
+def _add_abort(pipe: Pipeline, sha: str, abort: _Abort) -> None:
+    pipe.evalsha(
+        sha,
+        2,
+        aborts_stream(abort.model),
+        requests_stream(abort.model),
+        PAYLOAD_FIELD,
+        encode(AbortRequest(abort.request_id)),
+        abort.entry_id,
+        REQUEST_GROUP,
+    )
+
+
+class ReplyReader:
+    """The one reader of this gateway's reply stream; reconnects with growing pauses."""
+
+    def __init__(
+        self,
+        redis: Redis,
+        stream: str,
+        *,
+        on_step: Callable[[StepDeltas], None],
+        on_connect: Callable[[], Awaitable[None]],
+    ) -> None:
+        """`on_connect` runs after each (re)connection, when everything already in the stream was read."""
+        self._redis = redis
+        self._stream = stream
+        self._on_step = on_step
+        self._on_connect = on_connect
+        self._last: bytes = b"0"
+        self._trimmed_s = 0.0
+        self.connected = False
+
+    async def run(self) -> None:
+        """Read until cancelled."""
+        backoff_s = 0.05
+        while True:
+            try:
+                if not self.connected:
+                    while await self._read(block_ms=None):
+                        pass
+                    await self._on_connect()
+                    self.connected = True
+                await self._read(block_ms=_BLOCK_MS)
+                backoff_s = 0.05
+            except (RedisError, OSError) as error:
+                if self.connected:
+                    logger.warning("the reply stream cannot be read: %s", error)
+                self.connected = False
+                await asyncio.sleep(backoff_s)
+                backoff_s = min(backoff_s * 2, _MAX_BACKOFF_S)
+
+    async def _read(self, *, block_ms: int | None) -> int:
+        reply = await self._redis.xread(
+            {self._stream: self._last}, count=_READ_COUNT, block=block_ms
+        )
+        entries = cast(_Entries, reply)[0][1] if reply else []
+        for entry_id, fields in entries:
+            self._last = entry_id
+            try:
+                self._on_step(decode(StepDeltas, fields[PAYLOAD_FIELD]))
+            except (KeyError, msgspec.DecodeError, msgspec.ValidationError):
+                logger.warning("a reply cannot be read and is skipped")
+        now_s = time.monotonic()
+        if now_s - self._trimmed_s > _TRIM_INTERVAL_S:
+            self._trimmed_s = now_s
+            await self._trim()
+        return len(entries)
+
+    async def _trim(self) -> None:
+        async with self._redis.pipeline(transaction=False) as pipe:
+            pipe.xtrim(self._stream, minid=self._last, approximate=True)
+            pipe.expire(self._stream, _REPLIES_TTL_S)
+            await pipe.execute()

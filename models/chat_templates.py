@@ -1,0 +1,169 @@
+"""Chat templates: messages to the prompt text a model was trained on, rendered in a sandbox.
+
+A template is Jinja source that comes with the model's files, so it is treated as untrusted code. The
+environment is the one of `transformers` (`utils/chat_template_utils.py`): immutable sandbox,
+`trim_blocks`, `lstrip_blocks`, loop controls, `tojson` without HTML escapes, `raise_exception`,
+`strftime_now`, `{% generation %}` blocks, and `dict` and `namespace` without a way to Python's internals.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from functools import lru_cache
+from typing import Any, NoReturn
+
+import jinja2
+from jinja2 import nodes
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
+from jinja2.runtime import Macro
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.utils import Namespace
+
+from models.errors import ChatTemplateError
+
+RESERVED_VARIABLES = frozenset({"messages", "tools", "documents", "add_generation_prompt"})
+"""Names a caller's extra variables may not use."""
+_MAX_REASON_LEN = 300
+_RENDER_ERRORS = (
+    TypeError,
+    ValueError,
+    LookupError,
+    AttributeError,
+    ArithmeticError,
+    RecursionError,
+)
+
+
+class ChatTemplate:
+    """One compiled template. Thread-safe: rendering keeps no state."""
+
+    def __init__(self, source: str, special_tokens: Mapping[str, str] | None = None) -> None:
+        """`special_tokens` become variables (`bos_token` …). Raises `ChatTemplateError` if `source` is no template."""
+        self._special_tokens = dict(special_tokens or {})
+        self._has_developer_role = "developer" in source
+        try:
+            self._template = _environment().from_string(source)
+        except jinja2.TemplateError as error:
+            raise ChatTemplateError(f"the chat template cannot be compiled: {error}") from error
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        extra: Mapping[str, Any] | None = None,
+    ) -> str:
+        """The prompt text; `content` of each message is a string or None.
+
+        A `developer` message becomes a `system` one where the template knows no such role. Raises
+        `ChatTemplateError` with the template's own words if it refuses the messages, or if `extra`
+        names one of `RESERVED_VARIABLES`.
+        """
+        if extra and not RESERVED_VARIABLES.isdisjoint(extra):
+            name = min(RESERVED_VARIABLES.intersection(extra))
+            raise ChatTemplateError(f"the chat template variable '{name}' cannot be set")
+        variables: dict[str, Any] = {
+            **self._special_tokens,
+            **(extra or {}),
+            "messages": [self._known_role(message) for message in messages],
+            "tools": list(tools) if tools else None,
+            "documents": None,
+            "add_generation_prompt": add_generation_prompt,
+        }
+        try:
+            return self._template.render(variables)
+        except jinja2.TemplateError as error:
+            raise ChatTemplateError(_reason(error)) from error
+        except _RENDER_ERRORS as error:
+            raise ChatTemplateError(_reason(error)) from error
+
+    def _known_role(self, message: Mapping[str, Any]) -> Mapping[str, Any]:
+        if message.get("role") == "developer" and not self._has_developer_role:
+            return {**message, "role": "system"}
+        return message
+
+
+def _reason(error: Exception) -> str:
+    text = str(error)
+    if len(text) > _MAX_REASON_LEN:
+        text = text[:_MAX_REASON_LEN] + "…"
+    return f"the model's chat template cannot render these messages: {text}"
+
+
+class _GenerationBlocks(Extension):
+    """`{% generation %} … {% endgeneration %}` marks what a model wrote, for training; here it is only its body."""
+
+    tags = {"generation"}
+
+    def parse(self, parser: Parser) -> nodes.Node:
+        lineno = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return nodes.CallBlock(self.call_method("_body"), [], [], body).set_lineno(lineno)
+
+    def _body(self, caller: Macro) -> str:
+        return caller()
+
+
+class _SafeDict:
+    """`dict` of a template: makes dictionaries, but is not the type, whose attributes lead out of the sandbox."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:  # noqa: ANN401
+        return dict(*args, **kwargs)
+
+    def fromkeys(self, *args: Any) -> dict[Any, Any]:  # noqa: ANN401
+        return dict.fromkeys(*args)
+
+
+class _SafeNamespace(Namespace):
+    """Jinja's namespace that refuses underscored names, which would shadow Python's own attributes."""
+
+    def __init__(*args: Any, **kwargs: Any) -> None:  # noqa: ANN401, N805
+        # The object is taken from args so that a template may have an attribute called `self`.
+        values = dict(*args[1:], **kwargs)
+        for name in values:
+            _check_name(name)
+        Namespace.__init__(args[0], values)
+
+    def __setitem__(self, name: str, value: Any) -> None:  # noqa: ANN401
+        _check_name(name)
+        super().__setitem__(name, value)
+
+
+def _check_name(name: str) -> None:
+    if name.startswith("_"):
+        raise jinja2.exceptions.SecurityError(f"a namespace cannot hold the name '{name}'")
+
+
+def _raise_exception(message: str) -> NoReturn:
+    raise jinja2.TemplateError(message)
+
+
+def _strftime_now(pattern: str) -> str:
+    return datetime.now().astimezone().strftime(pattern)
+
+
+def _tojson(
+    value: Any,  # noqa: ANN401
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    return json.dumps(
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )
+
+
+@lru_cache(maxsize=1)
+def _environment() -> ImmutableSandboxedEnvironment:
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlocks, loopcontrols]
+    )
+    environment.filters["tojson"] = _tojson
+    environment.globals["raise_exception"] = _raise_exception
+    environment.globals["strftime_now"] = _strftime_now
+    environment.globals["dict"] = _SafeDict()
+    environment.globals["namespace"] = _SafeNamespace
+    return environment
