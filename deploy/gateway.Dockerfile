@@ -18,9 +18,11 @@ RUN --mount=type=cache,target=/root/.cache/pip \
 FROM python:3.11-slim-bookworm
 RUN useradd --system --uid 10001 --create-home --home-dir /var/lib/tpugate tpugate
 COPY --from=build /opt/tpugate /opt/tpugate
-ENV PATH=/opt/tpugate/bin:$PATH PYTHONUNBUFFERED=1
+ENV PATH=/opt/tpugate/bin:$PATH PYTHONUNBUFFERED=1 TPUGATE_DATA_DIR=/var/lib/tpugate/data
 USER 10001
 WORKDIR /var/lib/tpugate
+# The secret of the key hashes and, without PostgreSQL, the database.
+VOLUME ["/var/lib/tpugate"]
 EXPOSE 8000
 HEALTHCHECK --interval=10s --timeout=3s --start-period=20s \
     CMD ["python", "-c", "import urllib.request as u; u.urlopen('http://127.0.0.1:8000/health', timeout=2)"]
