@@ -7,9 +7,10 @@ from typing import Any
 
 import click
 
+from cli.errors import CommandError, SettingError
 from models import catalogue
 from models.catalogue import FolderSource
-from models.errors import ModelError
+from models.errors import ModelError, ModelReferenceError
 from models.progress import Progress
 from models.references import ModelReference, parse_reference
 from models.settings import ModelSettings
@@ -149,18 +150,26 @@ def _size(num_bytes: int) -> str:
 def _clear_errors() -> Iterator[None]:
     try:
         yield
+    except ModelReferenceError as error:
+        raise SettingError(str(error)) from error
     except ModelError as error:
-        raise click.ClickException(str(error)) from error
+        raise CommandError(str(error)) from error
 
 
 @contextmanager
 def _bar() -> Iterator[Progress]:
-    """A bar on stderr, one after the other for each phrase."""
+    """A bar on stderr; where that is no terminal, one line for each phrase."""
     from tqdm import tqdm
 
-    bar = tqdm(total=100, bar_format="{desc} {percentage:3.0f}% |{bar}|", leave=False)
+    bar = tqdm(total=100, bar_format="{desc} {percentage:3.0f}% |{bar}|", leave=False, disable=None)
+    said: set[str] = set()
 
     def progress(what: str, share: float) -> None:
+        if bar.disable:
+            if what not in said:
+                said.add(what)
+                click.echo(f"{what} …", err=True)
+            return
         bar.set_description_str(what, refresh=False)
         bar.n = round(100 * share)
         bar.refresh()

@@ -181,14 +181,14 @@ class Server:
         def environment() -> dict[str, str]:
             # Another id for each start: what the last process held counts as a gone worker's.
             worker_id = self._worker_ids[name] = f"{config.worker_id}-{secrets.token_hex(2)}"
-            return child_environment(
-                **dict(self._settings.flags),
-                model=config.model,
-                served_name=config.served_name,
-                worker_id=worker_id,
-                redis_url=self._redis_url,
-                data_dir=str(self._settings.data_dir),
-            )
+            own = {
+                "model": config.model,
+                "served_name": config.served_name,
+                "worker_id": worker_id,
+                "redis_url": self._redis_url,
+                "data_dir": str(self._settings.data_dir),
+            }
+            return child_environment(**{**self._settings.flags, **own})
 
         return Child(name, _command("worker"), environment, config.drain_timeout_s + 15.0)
 

@@ -44,6 +44,7 @@ class Child:
     """Set by whoever can tell; decides whether an end is a failed start."""
     process: asyncio.subprocess.Process | None = None
     last_error: str = ""
+    was_ready: bool = field(default=False, init=False)
     num_failed_starts: int = field(default=0, init=False)
     keeper: asyncio.Task[None] | None = field(default=None, init=False)
 
@@ -63,6 +64,14 @@ class Supervisor:
     def start(self, child: Child) -> None:
         self._children.append(child)
         child.keeper = asyncio.create_task(self._keep(child))
+        child.keeper.add_done_callback(self._on_keeper_done)
+
+    def _on_keeper_done(self, keeper: asyncio.Task[None]) -> None:
+        if keeper.cancelled() or (error := keeper.exception()) is None or self.failure.done():
+            return
+        log.debug("A process could not be kept.", exc_info=error)
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+        self.failure.set_result(CommandError(f"A process could not be started: {reason}."))
 
     async def stop(self, children: list[Child]) -> None:
         """SIGTERM to all of these at once; SIGKILL to those that are not gone within their timeout."""
@@ -113,9 +122,9 @@ class Supervisor:
             pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
 
     def _is_hopeless(self, child: Child, code: int) -> bool:
-        if child.is_ready:
-            child.is_ready = False
-            child.num_failed_starts = 0
+        child.was_ready |= child.is_ready
+        child.is_ready = False
+        if child.was_ready:
             return False
         child.num_failed_starts += 1
         if code != MISUSED and child.num_failed_starts < MAX_FAILED_STARTS:

@@ -23,7 +23,7 @@ from workers.protocol import (
 
 ENGINE_FAILED = "The model's engine failed; the request was not finished."
 
-log = logging.getLogger(__name__)
+log = logging.getLogger("worker")
 
 
 class EngineListener(Protocol):

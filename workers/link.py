@@ -17,7 +17,7 @@ LONGEST_PAUSE_S = 2.0
 OUTAGE = (RedisError, OSError)
 """What any command raises while Redis is away, loading, full or read-only."""
 
-log = logging.getLogger(__name__)
+log = logging.getLogger("worker")
 
 
 def connect(url: str) -> Redis:

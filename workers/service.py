@@ -40,6 +40,8 @@ from workers.publisher import Publisher
 RECLAIM_INTERVAL_S = 1.0
 MAX_DELIVERIES = 3
 """A request that this many workers have taken and none has finished is given up."""
+MAX_PENDING = 10_000
+"""More entries than a worker can have pending."""
 MAX_RECENT_ABORTS = 10_000
 FLUSH_TIMEOUT_S = 5.0
 WARMING_WORDS = ("compil", "warm")
@@ -72,6 +74,8 @@ class Service:
         self._loaded = asyncio.Event()
         self._stop = asyncio.Event()
         self._exit_code = 0
+        self._taking_over = asyncio.Lock()
+        """Entries that were just reclaimed look like entries whose read was lost."""
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def run(self) -> int:
@@ -147,13 +151,13 @@ class Service:
 
     async def _claim_loop(self) -> None:
         patience = Patience("consumer")
-        is_linked = False
+        is_first, is_linked = True, False
         while await self._claims.wait_for_room() and not self._stop.is_set():
             try:
                 if not is_linked:
                     await self._queue.ensure_group()
-                    await self._take_pending()
-                    is_linked = True
+                    await self._settle_pending(is_first=is_first)
+                    is_first, is_linked = False, True
                     patience.reset()
                 for entry in await self._queue.read(self._claims.num_free):
                     await self._take(entry)
@@ -161,19 +165,31 @@ class Service:
                 is_linked = False
                 await patience.pause(error)
 
-    async def _take_pending(self) -> None:
-        """Take what Redis counts as read by this worker but this worker never saw."""
-        ended = set(self._publisher.unacknowledged)
-        known = {entry_id for claim in self._claims.all() for entry_id in claim.entry_ids}
-        entries = await self._queue.read_pending(len(known) + len(ended) + self._claims.num_free)
-        for entry in entries:
-            if entry.entry_id not in known and entry.entry_id not in ended:
-                await self._take(entry)
+    async def _settle_pending(self, *, is_first: bool) -> None:
+        """What Redis counts as read by this worker but this worker never saw.
+
+        At first it is what an earlier process of the same id has left: like any gone worker's, it is
+        reclaimed with its number of deliveries. Later it is what a lost reply held, and is taken.
+        """
+        async with self._taking_over:
+            ended = set(self._publisher.unacknowledged)
+            known = {entry_id for claim in self._claims.all() for entry_id in claim.entry_ids}
+            entries = [
+                entry
+                for entry in await self._queue.read_pending(MAX_PENDING)
+                if entry.entry_id not in known and entry.entry_id not in ended
+            ]
+            if is_first and entries:
+                await self._queue.give_back([entry.entry_id for entry in entries])
+            elif not is_first:
+                for entry in entries:
+                    await self._take(entry)
 
     async def _reclaim_loop(self) -> None:
         while not self._stop.is_set():
             if self._claims.num_free:
-                await self._reclaim()
+                async with self._taking_over:
+                    await self._reclaim()
             try:
                 async with asyncio.timeout(RECLAIM_INTERVAL_S):
                     await self._stop.wait()

@@ -1,5 +1,6 @@
 """Real child processes for tests: started, watched, never left behind."""
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -59,10 +60,8 @@ class ProcessUnderTest:
 
     def kill(self) -> None:
         """SIGKILL to the group."""
-        try:
+        with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
-        except ProcessLookupError:
-            pass
         self._process.wait(STOP_S)
 
 

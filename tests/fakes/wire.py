@@ -101,16 +101,21 @@ class GatewayPeer:
 
     def wait_for_start(self, request_id: str) -> Heard:
         def started() -> Heard | None:
-            self.listen()
+            if not self.heard[request_id]:
+                self.listen()
             return self.heard[request_id][0] if self.heard[request_id] else None
 
         return wait_until(started, "the request's first delta is there")
 
     def wait_for_end(self, request_id: str) -> list[Heard]:
-        def ended() -> bool:
-            self.listen()
+        def is_over() -> bool:
             heard = self.heard[request_id]
             return bool(heard) and heard[-1].delta.usage is not None
+
+        def ended() -> bool:
+            if not is_over():
+                self.listen()
+            return is_over()
 
         wait_until(ended, "the request's last delta is there")
         return self.heard[request_id]
