@@ -8,7 +8,13 @@ from pathlib import Path
 from typing import IO
 
 from models import gguf_child
-from models.errors import ModelCorruptError, ModelError, StorageError, UnsupportedModelError
+from models.errors import (
+    ModelCorruptError,
+    ModelError,
+    ModelNotFoundError,
+    StorageError,
+    UnsupportedModelError,
+)
 from models.progress import Progress
 from models.settings import child_environment
 from models.store import Staging
@@ -53,10 +59,14 @@ def convert_gguf(
 
 
 def check_magic(gguf: Path) -> None:
-    """Raises `ModelCorruptError` if this is no GGUF file at all."""
-    with gguf.open("rb") as stream:
-        if stream.read(len(_MAGIC)) != _MAGIC:
-            raise ModelCorruptError(f"{gguf} is no GGUF file (its first bytes are others)")
+    """Raises `ModelCorruptError` if this is no GGUF file at all, `ModelNotFoundError` if it cannot be read."""
+    try:
+        with gguf.open("rb") as stream:
+            magic = stream.read(len(_MAGIC))
+    except OSError as error:
+        raise ModelNotFoundError(f"{gguf} cannot be read ({error.strerror})") from error
+    if magic != _MAGIC:
+        raise ModelCorruptError(f"{gguf} is no GGUF file (its first bytes are others)")
 
 
 def _follow(lines: IO[str], progress: Progress) -> ModelError | None:

@@ -18,7 +18,7 @@ import os
 import shutil
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -115,8 +115,11 @@ class ModelStore:
                 return
             self._sweep(key)
             staging = self._staging(key, lock_fd)
-            source = fill(staging)
-            self._commit(key, staging, header, source, progress)
+            try:
+                source = fill(staging)
+                self._commit(key, staging, header, source, progress)
+            finally:
+                _drop_if_empty(staging.download_dir)
 
     def check(self, key: str, *, verify: bool = False, progress: Progress = silent) -> Manifest:
         """The manifest of a stored model whose files are as recorded.
@@ -247,7 +250,7 @@ class ModelStore:
 
 @contextmanager
 def disk_errors(where: Path) -> Iterator[None]:
-    """Turn a full, read-only or forbidden disk into a `StorageError` of one sentence."""
+    """Turn what the disk refuses (full, read-only, forbidden) into a `StorageError` of one sentence."""
     try:
         yield
     except OSError as error:
@@ -255,12 +258,15 @@ def disk_errors(where: Path) -> Iterator[None]:
             raise StorageError(
                 f"no space left for the model in {where}; free some or set TPUGATE_MODELS_DIR"
             ) from error
-        if error.errno in _FORBIDDEN:
-            raise StorageError(
-                f"the model cache {where} cannot be written ({os.strerror(error.errno)}); "
-                "set TPUGATE_MODELS_DIR to a folder of yours"
-            ) from error
-        raise
+        raise StorageError(
+            f"the model cache {where} cannot be used ({error}); "
+            "set TPUGATE_MODELS_DIR to a folder that can be written"
+        ) from error
+
+
+def is_disk_error(error: Exception) -> bool:
+    """Whether it is the disk's own, and not a library's that is also an `OSError`."""
+    return isinstance(error, OSError) and error.errno in _FULL | _FORBIDDEN
 
 
 def sha256_of(file: Path) -> str:
@@ -284,6 +290,13 @@ def _corrupt(file: Path, problem: str, reference: str) -> ModelCorruptError:
         f"{file} {problem}; repair it with `tpugate models rm {reference}` "
         f"and then `tpugate models pull {reference}`"
     )
+
+
+def _drop_if_empty(download_dir: Path) -> None:
+    """Leave nothing behind where nothing was fetched that could be resumed."""
+    with suppress(OSError):
+        download_dir.rmdir()
+        download_dir.parent.rmdir()
 
 
 def _try_lock(fd: int) -> bool:

@@ -4,13 +4,14 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-import httpx
 from huggingface_hub import snapshot_download
-from huggingface_hub.errors import (
+
+# HTTPError is httpx's or httpx2's, as the library's version has it.
+from huggingface_hub.errors import (  # type: ignore[attr-defined]
     GatedRepoError,
     HfHubHTTPError,
     HFValidationError,
-    LocalEntryNotFoundError,
+    HTTPError,
     RepositoryNotFoundError,
     RevisionNotFoundError,
 )
@@ -25,7 +26,7 @@ from models.errors import (
 )
 from models.progress import Progress
 from models.sources.folder import check_folder
-from models.store import Staging
+from models.store import Staging, is_disk_error
 
 _WANTED = ["*.safetensors", "*.json", "*.jinja", "*.model", "merges.txt", "vocab.txt"]
 # Sub-folders hold other formats (onnx/, original/); consolidated* repeats the weights in Mistral's own.
@@ -47,10 +48,10 @@ def fetch_hub(source: HubSource, staging: Staging, progress: Progress) -> dict[s
             ignore_patterns=_UNWANTED,
             tqdm_class=_bar_class(f"download {source.repo_id}", progress),
         )
-    except (HfHubHTTPError, LocalEntryNotFoundError, HFValidationError) as error:
+    except (OSError, HTTPError, HFValidationError) as error:
+        if is_disk_error(error):
+            raise
         raise _clear(source, error) from error
-    except httpx.HTTPError as error:
-        raise _unreachable(source) from error
     folder.mkdir(exist_ok=True)  # snapshot_download makes none where no file matches
     commit = _commit(folder)
     check_folder(folder, source.repo_id)

