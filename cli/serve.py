@@ -28,6 +28,8 @@ READY_POLL_S = 0.2
 GATEWAY_STOP_S = 40.0
 """A little more than a gateway lets running answers go on."""
 REDIS_STOP_S = 5.0
+REDIS_NOISE = ("Memory overcommit must be enabled", "signal-handler", "bye bye")
+"""Nothing is saved to disk, so the first does not matter; the others come with every stop."""
 
 log = logging.getLogger("serve")
 
@@ -95,7 +97,9 @@ class Server:
         if self._settings.redis_url is None:
             self._embedded = embedded_redis(self._settings.data_dir)
             self._redis_url = self._embedded.url
-            valkey = Child("valkey", self._embedded.command, child_environment, REDIS_STOP_S)
+            valkey = Child(
+                "valkey", self._embedded.command, child_environment, REDIS_STOP_S, REDIS_NOISE
+            )
             self._queue.append(valkey)
             self._supervisor.start(valkey)
             await self._embedded.wait_until_ready()

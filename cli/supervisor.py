@@ -40,6 +40,8 @@ class Child:
     command: tuple[str, ...]
     environment: Callable[[], Mapping[str, str]]
     stop_timeout_s: float
+    noise: tuple[str, ...] = ()
+    """Lines of its output with one of these are not worth showing."""
     is_ready: bool = False
     """Set by whoever can tell; decides whether an end is a failed start."""
     process: asyncio.subprocess.Process | None = None
@@ -171,6 +173,8 @@ class Supervisor:
         for mark in (" ERROR ", "Error: "):
             if mark in text and not text.startswith(" "):
                 child.last_error = text.split(mark, 1)[1].strip()
+        if any(part in text for part in child.noise):
+            return
         click.echo(f"{child.name:<10} | {text}", err=True)
 
     def _die_with_parent(self) -> None:

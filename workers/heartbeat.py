@@ -28,6 +28,7 @@ class Heartbeat:
         self._wake = asyncio.Event()
         self._card: ModelCard | None = None
         self._is_card_new = False
+        self._is_stopped = False
 
     def beat_now(self) -> None:
         self._wake.set()
@@ -40,7 +41,7 @@ class Heartbeat:
 
     async def run(self) -> None:
         patience = Patience("heartbeat")
-        while True:
+        while not self._is_stopped:
             self._wake.clear()
             try:
                 await self._beat()
@@ -56,6 +57,7 @@ class Heartbeat:
 
     async def stop(self) -> None:
         """Take the status away, so that others see at once that this worker is gone."""
+        self._is_stopped = True
         worker_id = self._status().worker_id
         async with self._redis.pipeline(transaction=True) as pipe:
             pipe.delete(worker_key(worker_id))

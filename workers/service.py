@@ -73,6 +73,7 @@ class Service:
         self._progress = ("starting", 0.0)
         self._loaded = asyncio.Event()
         self._stop = asyncio.Event()
+        self._is_leaving = False
         self._exit_code = 0
         self._taking_over = asyncio.Lock()
         """Entries that were just reclaimed look like entries whose read was lost."""
@@ -210,7 +211,7 @@ class Service:
 
     async def _abort_loop(self) -> None:
         patience = Patience("aborts")
-        while True:
+        while not self._is_leaving:
             try:
                 request_ids = await self._aborts.read()
             except OUTAGE as error:
@@ -312,9 +313,11 @@ class Service:
     async def _leave(self) -> None:
         if not await self._publisher.flush(FLUSH_TIMEOUT_S):
             log.warning("Redis is away: the last answers could not be delivered.")
+        self._is_leaving = True
         for task in self._tasks:
             task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        # Not for ever: the Redis client sometimes turns a cancellation into an ordinary failed read.
+        await asyncio.wait(self._tasks, timeout=FLUSH_TIMEOUT_S)
         self._engine.stop()
         try:
             async with asyncio.timeout(FLUSH_TIMEOUT_S):
