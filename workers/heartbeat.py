@@ -28,7 +28,7 @@ class Heartbeat:
         self._wake = asyncio.Event()
         self._card: ModelCard | None = None
         self._is_card_new = False
-        self._is_stopped = False
+        self._is_closed = False
 
     def beat_now(self) -> None:
         self._wake.set()
@@ -41,7 +41,7 @@ class Heartbeat:
 
     async def run(self) -> None:
         patience = Patience("heartbeat")
-        while not self._is_stopped:
+        while not self._is_closed:
             self._wake.clear()
             try:
                 await self._beat()
@@ -55,9 +55,13 @@ class Heartbeat:
             except TimeoutError:
                 continue
 
-    async def stop(self) -> None:
-        """Take the status away, so that others see at once that this worker is gone."""
-        self._is_stopped = True
+    def close(self) -> None:
+        """No more beats."""
+        self._is_closed = True
+        self._wake.set()
+
+    async def take_back(self) -> None:
+        """Remove the status, so that others see at once that this worker is gone."""
         worker_id = self._status().worker_id
         async with self._redis.pipeline(transaction=True) as pipe:
             pipe.delete(worker_key(worker_id))

@@ -314,6 +314,7 @@ class Service:
         if not await self._publisher.flush(FLUSH_TIMEOUT_S):
             log.warning("Redis is away: the last answers could not be delivered.")
         self._is_leaving = True
+        self._heartbeat.close()
         for task in self._tasks:
             task.cancel()
         # Not for ever: the Redis client sometimes turns a cancellation into an ordinary failed read.
@@ -321,7 +322,7 @@ class Service:
         self._engine.stop()
         try:
             async with asyncio.timeout(FLUSH_TIMEOUT_S):
-                await self._heartbeat.stop()
+                await self._heartbeat.take_back()
                 await self._queue.leave()
         except (*OUTAGE, TimeoutError) as error:
             log.warning("The status could not be taken back (%s); it expires by itself.", error)
