@@ -4,6 +4,7 @@
 #   make PYTHON=/path/to/python3.12 …   another interpreter than the one found
 #   make serve ARGS="--port 9000"       more options for the command behind a target
 #   make VENV=/tmp/env …                another place for the virtual environment
+#   PIP_EXTRA_INDEX_URL=… make …        PyTorch's index of CPU builds keeps 4 GB of CUDA out of .venv
 
 SHELL := /bin/sh
 VENV ?= .venv
