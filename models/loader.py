@@ -1,13 +1,16 @@
 """A folder on disk becomes a Hugging Face model on a device, and the facts a worker publishes of it."""
 
 import json
+import logging
 import zlib
-from collections.abc import Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from models.errors import ModelCorruptError, NoTokenizerError, UnsupportedModelError
+from models.progress import Progress, silent
 
 if TYPE_CHECKING:
     import torch
@@ -72,6 +75,7 @@ def load_model(
     dtype: "torch.dtype",
     device: "torch.device | str" = "cpu",
     options: LoadOptions = LoadOptions(),  # noqa: B008 -- frozen
+    progress: Progress = silent,
 ) -> "PreTrainedModel":
     """The causal language model in `path`, in evaluation mode, each parameter made on `device`.
 
@@ -90,16 +94,18 @@ def load_model(
     if options.experts_implementation is not None:
         kwargs["experts_implementation"] = options.experts_implementation
     try:
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
-            path,
-            config=config,
-            dtype=dtype,
-            device_map={"": torch.device(device)},
-            local_files_only=True,
-            use_safetensors=True,
-            output_loading_info=True,
-            **kwargs,
-        )
+        with _reporting(progress):
+            loaded: Any = AutoModelForCausalLM.from_pretrained(
+                path,
+                config=config,
+                dtype=dtype,
+                device_map={"": torch.device(device)},
+                local_files_only=True,
+                use_safetensors=True,
+                output_loading_info=True,
+                ignore_mismatched_sizes=True,  # so that the report names them
+                **kwargs,
+            )
     except (SafetensorError, OSError, RuntimeError, EOFError) as error:
         raise ModelCorruptError(
             f"the weights in {path} cannot be loaded: {_sentence(error)}"
@@ -108,13 +114,48 @@ def load_model(
         raise UnsupportedModelError(f"{path} cannot be served: {_sentence(error)}") from error
     model: PreTrainedModel
     model, report = loaded
-    if report["missing_keys"]:
-        names = ", ".join(sorted(report["missing_keys"])[:3])
-        raise ModelCorruptError(
-            f"the weights in {path} lack {len(report['missing_keys'])} tensors, such as {names}"
-        )
+    _refuse_gaps(path, report)
     model.requires_grad_(False)
     return model
+
+
+def _refuse_gaps(path: Path, report: dict[str, Any]) -> None:
+    """transformers fills what it did not find, or found in another shape, with random numbers."""
+    missing = sorted(report["missing_keys"])
+    if missing:
+        names = ", ".join(missing[:3])
+        raise ModelCorruptError(
+            f"the weights in {path} lack {len(missing)} tensors, such as {names}"
+        )
+    for name, found, wanted in report["mismatched_keys"]:
+        raise ModelCorruptError(
+            f"in {path}, {name} has shape {list(found)}, but the configuration asks for {list(wanted)}"
+        )
+
+
+@contextmanager
+def _reporting(progress: Progress) -> Iterator[None]:
+    """Take over the bar that transformers draws while it reads, and its tables of what it found."""
+    from transformers.utils import logging as library
+
+    def hook(factory: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:  # noqa: ANN401
+        return _counted(args[0], progress) if args else factory(**{**kwargs, "disable": True})
+
+    verbosity: int = library.get_verbosity()
+    previous: Any = library.set_tqdm_hook(hook)
+    library.set_verbosity(logging.ERROR)
+    try:
+        yield
+    finally:
+        library.set_tqdm_hook(previous)
+        library.set_verbosity(verbosity)
+
+
+def _counted(items: Collection[Any], progress: Progress) -> Iterator[Any]:
+    for done, item in enumerate(items):
+        progress("read the weights", done / len(items))
+        yield item
+    progress("read the weights", 1.0)
 
 
 def read_info(path: Path) -> ModelInfo:

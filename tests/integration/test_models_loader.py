@@ -1,0 +1,175 @@
+"""What `load_model` puts on a device is what transformers loads, for each family of checkpoint layouts.
+
+Also: a folder without tokenizer or generation config is served, and one with missing or broken weights is refused.
+"""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma3TextConfig,
+    LlamaConfig,
+    MixtralConfig,
+)
+
+from models.errors import (
+    ModelCorruptError,
+    ModelNotFoundError,
+    NoTokenizerError,
+    UnsupportedModelError,
+)
+from models.library import resolve
+from models.loader import LoadOptions, load_model, read_info, read_tokenizer
+from models.settings import ModelSettings
+
+SMALL = {
+    "vocab_size": 97,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 64,
+}
+FAMILIES = {
+    "llama": LlamaConfig(**SMALL),
+    "llama_tied": LlamaConfig(**SMALL, tie_word_embeddings=True, eos_token_id=[2, 5]),
+    "gemma3": Gemma3TextConfig(**SMALL, sliding_window=16),
+    "mixtral": MixtralConfig(**SMALL, num_local_experts=4),
+}
+
+
+def save_random(config, folder):
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    (folder / "generation_config.json").unlink()
+    return folder
+
+
+def state(model):
+    return {**dict(model.named_parameters()), **dict(model.named_buffers())}
+
+
+def assert_equal_models(ours, reference):
+    got, wanted = state(ours), state(reference)
+    assert got.keys() == wanted.keys()
+    different = [name for name in wanted if not torch.equal(got[name].cpu(), wanted[name])]
+    assert different == []
+    assert not ours.training
+    assert not any(p.requires_grad for p in ours.parameters())
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_random_models_load_as_transformers_loads_them(family, tmp_path):
+    folder = save_random(FAMILIES[family], tmp_path / family)
+    options = LoadOptions("eager", "batched_mm" if family == "mixtral" else None)
+    ours = load_model(folder, torch.float32, "cpu", options)
+    reference = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, attn_implementation="eager"
+    )
+    assert_equal_models(ours, reference)
+    ids = torch.arange(1, 9)[None]
+    with torch.no_grad():
+        torch.testing.assert_close(ours(ids).logits, reference(ids).logits, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_the_embedded_model_loads_as_transformers_loads_it(smollm2_dir, dtype):
+    ours = load_model(smollm2_dir, dtype)
+    assert_equal_models(ours, AutoModelForCausalLM.from_pretrained(smollm2_dir, dtype=dtype))
+    assert ours.lm_head.weight is ours.get_input_embeddings().weight
+
+
+def test_the_embedded_model_knows_the_capital_of_france(smollm2_dir):
+    from tokenizers import Tokenizer
+
+    tokenizer = Tokenizer.from_str(read_tokenizer(smollm2_dir).tokenizer_json.decode())
+    prompt = "<|im_start|>user\nWhat is the capital of France?<|im_end|>\n<|im_start|>assistant\n"
+    ids = torch.tensor([tokenizer.encode(prompt).ids])
+    with torch.no_grad():
+        out = load_model(smollm2_dir, torch.float32).generate(
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=16, do_sample=False
+        )
+    answer = out[0, ids.shape[1] :].tolist()
+    assert "Paris" in tokenizer.decode(answer)
+    assert answer[-1] in read_info(smollm2_dir).eos_token_ids
+
+
+def test_loading_reports_to_the_caller_and_draws_nothing(tmp_path, capfd):
+    folder = save_random(FAMILIES["llama"], tmp_path / "m")
+    capfd.readouterr()
+    shares = []
+    load_model(folder, torch.float32, progress=lambda what, share: shares.append(share))
+    assert shares == sorted(shares) and (shares[0], shares[-1]) == (0.0, 1.0)
+    assert capfd.readouterr() == ("", "")
+
+
+def test_weights_arrive_on_the_tpu_device(tpu_device, tmp_path):
+    folder = save_random(FAMILIES["llama_tied"], tmp_path / "m")
+    ours = load_model(folder, torch.float32, tpu_device.torch_device)
+    assert {tensor.device.type for tensor in state(ours).values()} == {"tpu"}
+    assert_equal_models(ours, AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32))
+    assert ours.lm_head.weight is ours.get_input_embeddings().weight
+
+
+def test_a_bare_folder_is_enough_until_a_tokenizer_is_needed(tmp_path):
+    folder = save_random(FAMILIES["llama_tied"], tmp_path / "bare")
+    local = resolve(str(folder), ModelSettings(tmp_path / "cache"))
+    assert (local.id, local.path, local.manifest) == ("bare", folder, None)
+    info = read_info(folder)
+    assert (info.context_len, info.vocab_size) == (64, 97)
+    assert info.eos_token_ids == {2, 5}
+    with pytest.raises(NoTokenizerError, match=r"no tokenizer\.json"):
+        read_tokenizer(folder)
+
+
+def test_end_tokens_of_both_files_count(tmp_path):
+    folder = save_random(FAMILIES["llama_tied"], tmp_path / "m")
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [7]}))
+    assert read_info(folder).eos_token_ids == {2, 5, 7}
+
+
+def test_a_checkpoint_that_lacks_tensors_is_refused(tmp_path):
+    folder = save_random(FAMILIES["llama"], tmp_path / "m")
+    weights = load_file(folder / "model.safetensors")
+    del weights["model.layers.1.mlp.up_proj.weight"]
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ModelCorruptError, match=r"lack 1 tensors, such as .*layers\.1\.mlp\.up"):
+        load_model(folder, torch.float32)
+
+
+def test_a_misshapen_tensor_is_refused(tmp_path):
+    folder = save_random(FAMILIES["llama"], tmp_path / "m")
+    weights = load_file(folder / "model.safetensors")
+    weights["model.norm.weight"] = torch.ones(7)
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ModelCorruptError, match=r"model\.norm\.weight has shape \[7\].* \[32\]"):
+        load_model(folder, torch.float32)
+
+
+def test_a_truncated_or_missing_shard_is_refused_before_loading(tmp_path):
+    folder = save_random(FAMILIES["llama"], tmp_path / "m")
+    settings = ModelSettings(tmp_path / "cache")
+    weights = folder / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1])
+    with pytest.raises(ModelCorruptError, match=r"model\.safetensors is no valid safetensors"):
+        resolve(str(folder), settings)
+    index = {"weight_map": {"a": "model-00001-of-00002.safetensors"}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(ModelCorruptError, match=r"model-00001-of-00002\.safetensors is missing"):
+        resolve(str(folder), settings)
+    (folder / "config.json").unlink()
+    with pytest.raises(ModelNotFoundError, match=r"no config\.json"):
+        resolve(str(folder), settings)
+
+
+@pytest.mark.parametrize("config", ['{"model_type": "oddity"}', "{}", "{not json"])
+def test_an_unusable_configuration_is_one_line(tmp_path, config):
+    (tmp_path / "config.json").write_text(config)
+    with pytest.raises(UnsupportedModelError) as caught:
+        read_info(tmp_path)
+    assert "\n" not in str(caught.value)
