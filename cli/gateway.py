@@ -17,7 +17,6 @@ from cli.errors import CommandError, SettingError
 def gateway(**flags: str | int | None) -> None:
     """Run one gateway process: OpenAI's HTTP API in front of the workers."""
     from gateway.asgi import run
-
     from gateway.errors import GatewayError, SettingsError
     from gateway.settings import GatewaySettings
 
