@@ -22,7 +22,7 @@ from torchtpu import environment
 from torchtpu.device import Device, DeviceKind, Platform
 from torchtpu.environment import DeviceSettings
 from torchtpu.errors import DeviceMissingError
-from torchtpu.memory import available_memory_bytes
+from torchtpu.memory import available_memory_bytes, keep_freed_memory
 from torchtpu.pjrt_cpu.build import build_shim
 from torchtpu.pjrt_cpu.plugin import choose_plugin, load_shim
 from torchtpu.selftest import run_self_test
@@ -125,6 +125,8 @@ def _prepare_xla_cpu(threads: int | None, settings: DeviceSettings) -> str:
             xla_flags=settings.xla_flags,
         )
     )
+    if not environment.is_tcmalloc_loaded():
+        keep_freed_memory()
     return load_shim(shim)
 
 

@@ -1,9 +1,14 @@
-"""How much memory this process may use, in bytes, as the kernel and its control groups tell."""
+"""Host memory: how much this process may use, and how the allocator treats what is freed."""
 
+import ctypes
 from pathlib import Path
 
 # A control group without a limit reports a number near the largest one (version 1) or "max" (2).
 _UNLIMITED = 1 << 60
+
+# Parameters of glibc's mallopt(3), from <malloc.h>.
+_M_TRIM_THRESHOLD, _M_MMAP_MAX, _M_ARENA_MAX = -1, -4, -8
+_NEVER_TRIM = (1 << 31) - 1
 
 
 def _read_number(path: Path) -> int | None:
@@ -42,3 +47,20 @@ def available_memory_bytes(
         return 0
     headroom = _control_group_headroom(control_group)
     return available if headroom is None else min(available, headroom)
+
+
+def keep_freed_memory() -> bool:
+    """Make glibc's allocator keep what is freed instead of giving it back to the kernel.
+
+    XLA:CPU allocates the temporaries of a program at each call. Large ones would be mapped anew each
+    time, and the kernel would clear page after page: for a vocabulary projection that is more time
+    than the matrix product itself. The price is that memory stays at its peak. Call before threads
+    start; they would have arenas of their own, which cannot hold large blocks.
+    Returns whether the allocator agreed (another one than glibc's does not).
+    """
+    try:
+        mallopt = ctypes.CDLL(None).mallopt
+    except AttributeError:
+        return False
+    settings = ((_M_TRIM_THRESHOLD, _NEVER_TRIM), (_M_MMAP_MAX, 0), (_M_ARENA_MAX, 1))
+    return all(mallopt(parameter, value) == 1 for parameter, value in settings)

@@ -1,5 +1,7 @@
-"""Protects what devices read from their surroundings: variables, device files, control groups."""
+"""Protects what devices read from their surroundings (variables, device files, control groups) and
+what they ask of the allocator."""
 
+import platform
 import subprocess
 import sys
 from dataclasses import replace
@@ -113,3 +115,29 @@ def test_memory_is_what_kernel_and_control_group_leave(tmp_path, limit, expected
 
 def test_memory_is_unknown_without_meminfo(tmp_path):
     assert available_memory_bytes(tmp_path / "none", tmp_path) == 0
+
+
+KEPT_MEMORY = """
+import ctypes, resource
+from torchtpu.memory import keep_freed_memory
+assert keep_freed_memory()
+libc = ctypes.CDLL(None)
+libc.malloc.restype, libc.malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]
+libc.free.argtypes = [ctypes.c_void_p]
+size = 256 << 20
+for _ in range(2):
+    faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    block = libc.malloc(size)
+    ctypes.memset(block, 1, size)
+    libc.free(block)
+    print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - faults)
+"""
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="needs glibc's allocator")
+def test_freed_memory_is_kept():
+    answer = subprocess.run(
+        [sys.executable, "-c", KEPT_MEMORY], capture_output=True, text=True, check=True
+    )
+    first, second = (int(line) for line in answer.stdout.split())
+    assert second < first / 10
