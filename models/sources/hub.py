@@ -1,4 +1,8 @@
-"""Weights from the Hugging Face hub; huggingface_hub resumes and verifies each file."""
+"""Weights from the Hugging Face hub.
+
+huggingface_hub verifies each file, and resumes a file whose connection breaks. What a killed pull had not
+finished is fetched anew, file by file; its finished files stay.
+"""
 
 import shutil
 from pathlib import Path
@@ -28,6 +32,7 @@ from models.progress import Progress
 from models.sources.folder import check_folder
 from models.store import Staging, is_disk_error
 
+_RECORDS = ".cache/huggingface/download"
 _WANTED = ["*.safetensors", "*.json", "*.jinja", "*.model", "merges.txt", "vocab.txt"]
 # Sub-folders hold other formats (onnx/, original/); consolidated* repeats the weights in Mistral's own.
 _UNWANTED = ["*/*", "consolidated*"]
@@ -39,6 +44,8 @@ def fetch_hub(source: HubSource, staging: Staging, progress: Progress) -> dict[s
     Raises `ModelNotFoundError`, `SourceUnavailableError`, or what `check_folder` raises.
     """
     folder = staging.download_dir / "hub"
+    for partial in folder.glob(f"{_RECORDS}/*.incomplete"):
+        partial.unlink()  # of a killed process; the library never takes them up again
     try:
         snapshot_download(
             source.repo_id,
@@ -89,7 +96,7 @@ def _unreachable(source: HubSource) -> SourceUnavailableError:
 
 def _commit(folder: Path) -> str:
     """The commit that was downloaded: the first line of any of the library's own records."""
-    for record in folder.glob(".cache/huggingface/download/*.metadata"):
+    for record in folder.glob(f"{_RECORDS}/*.metadata"):
         return record.read_text().split("\n", 1)[0]
     return ""
 
