@@ -145,10 +145,12 @@ class Server:
 
     def _say_ready(self) -> None:
         settings = self._settings
+        key_file = settings.data_dir / "admin.key"
+        key = "the value of TPUGATE_ADMIN_KEY" if settings.is_admin_key_given else f"in {key_file}"
         click.echo(
             f"\ntpugate is ready: {settings.url}/v1\n"
             f"  models     {', '.join(settings.model_names)}\n"
-            f"  admin key  in {settings.data_dir / 'admin.key'}\n"
+            f"  admin key  {key}\n"
             f"  stop       Ctrl-C\n"
         )
 
@@ -190,7 +192,6 @@ class Server:
                 "served_name": config.served_name,
                 "worker_id": worker_id,
                 "redis_url": self._redis_url,
-                "data_dir": str(self._settings.data_dir),
             }
             return child_environment(**{**self._settings.flags, **own})
 

@@ -13,6 +13,7 @@ from workers.errors import ConfigError
 
 DEFAULT_MODEL = "smollm2-135m-instruct"
 DEFAULT_PORT = 8000
+DEFAULT_DATA_DIR = "~/.local/share/tpugate"
 PACKAGE_ROOT = Path(__file__).resolve().parent.parent
 
 
@@ -28,6 +29,8 @@ class ServeSettings:
     workers: tuple[WorkerConfig, ...]
     flags: Mapping[str, str]
     """Command-line flags for the workers."""
+    is_admin_key_given: bool
+    """By `TPUGATE_ADMIN_KEY`; else the gateway makes one and keeps it in a file."""
 
     @property
     def url(self) -> str:
@@ -66,10 +69,11 @@ def load_serve_settings(
     return ServeSettings(
         host=value("host", "127.0.0.1"),
         port=_port(value("port", str(DEFAULT_PORT))),
-        data_dir=Path(value("data_dir", str(WorkerConfig.data_dir))).expanduser().absolute(),
+        data_dir=Path(value("data_dir", DEFAULT_DATA_DIR)).expanduser().absolute(),
         redis_url=value("redis_url", "") or None,
         workers=workers,
         flags=worker_flags,
+        is_admin_key_given=bool(environ.get("TPUGATE_ADMIN_KEY")),
     )
 
 

@@ -25,7 +25,6 @@ WORKER_OPTIONS = (
         "--drain-timeout-s", metavar="S", help="How long running answers may go on at a stop."
     ),
     click.option("--step-delay-s", metavar="S", help="Length of a step of the fake engine."),
-    click.option("--compile-cache-dir", metavar="DIR", help="Where compiled programs are kept."),
 )
 """Shared by `serve` and `worker`. Values are checked in `workers.config`, where the environment is too."""
 
@@ -40,7 +39,6 @@ def worker_options(command: F) -> F:
 @click.option("--model", metavar="REF", help="Catalogue id, hub id, folder or .gguf file.")
 @click.option("--served-name", metavar="NAME", help="What clients call the model.")
 @click.option("--redis-url", metavar="URL", help="redis://, rediss:// or unix://.")
-@click.option("--data-dir", metavar="DIR", help="Where state is kept.")
 @worker_options
 @click.option("--worker-id", metavar="ID", help="Unique name of this process (default: made up).")
 @click.option("--log-level", metavar="LEVEL", help="DEBUG, INFO, WARNING or ERROR.")

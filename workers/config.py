@@ -1,4 +1,7 @@
-"""Settings of a worker process: the only reader of `TPUGATE_*` variables in `workers`."""
+"""Settings of a worker process: the only reader of `TPUGATE_*` variables in `workers`.
+
+Where models and compiled programs are kept is set in `models.settings` and `torchtpu.environment`.
+"""
 
 import math
 import os
@@ -7,7 +10,6 @@ import secrets
 import socket
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from pathlib import Path
 from typing import Any, Literal, get_args
 from urllib.parse import urlsplit
 
@@ -49,9 +51,6 @@ class WorkerConfig:
     drain_timeout_s: float = 30.0
     step_delay_s: float = 0.0
     """Length of a step of the scripted engine."""
-    data_dir: Path = Path("~/.local/share/tpugate")
-    """Holds the models and, unless `compile_cache_dir` is given, the compiled programs."""
-    compile_cache_dir: Path | None = None
     log_level: str = "INFO"
 
 
@@ -71,7 +70,6 @@ def load_config(
         if given is not None:
             values[item.name] = _PARSERS.get(item.name, _text)(item.name, given)
     values.setdefault("worker_id", _fresh_worker_id())
-    values["data_dir"] = values.get("data_dir", WorkerConfig.data_dir).expanduser()
     values["served_name"] = values.get("served_name") or _own_name(values)
     config = WorkerConfig(**values)
     _check(config)
@@ -114,10 +112,6 @@ def _check(config: WorkerConfig) -> None:
 
 def _text(name: str, value: object) -> str:
     return str(value).strip()
-
-
-def _path(name: str, value: object) -> Path:
-    return Path(str(value)).expanduser()
 
 
 def _count(name: str, value: object) -> int:
@@ -164,5 +158,4 @@ _PARSERS: dict[str, Any] = {
     **dict.fromkeys(_CHOICES, _choice),
     **dict.fromkeys(("max_rows", "num_blocks", "block_len", "context_len"), _count),
     **dict.fromkeys(("drain_timeout_s", "step_delay_s"), _seconds),
-    **dict.fromkeys(("data_dir", "compile_cache_dir"), _path),
 }
