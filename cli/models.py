@@ -53,7 +53,10 @@ def list_models(as_json: bool) -> None:
             if model.manifest is None:
                 rows.append(_row(model.key, "corrupt"))
             elif model.manifest.id in by_id:
-                by_id[model.manifest.id]["bytes"] = model.manifest.size
+                row = by_id[model.manifest.id]
+                row["bytes"] = model.manifest.size
+                if row["state"] != "ready":
+                    row["state"] = "outdated"  # another version of tpugate prepares it otherwise
             else:
                 row = _row(model.manifest.id, "ready")
                 row |= {"bytes": model.manifest.size, "licence": model.manifest.licence}
@@ -71,7 +74,10 @@ def list_models(as_json: bool) -> None:
 @click.option("--verify", is_flag=True, help="Compare the hash of every file with its record.")
 @_json_option
 def pull(ref: str, verify: bool, as_json: bool) -> None:
-    """Fetch REF and make it ready to serve. An interrupted pull resumes."""
+    """Fetch REF and make it ready to serve.
+
+    An interrupted pull resumes. A model that is here stays as it is: `rm` it to fetch a newer revision.
+    """
     from models.library import resolve
 
     with _clear_errors(), _bar() as progress:
@@ -154,6 +160,10 @@ def _clear_errors() -> Iterator[None]:
         raise SettingError(str(error)) from error
     except ModelError as error:
         raise CommandError(str(error)) from error
+    except ModuleNotFoundError as error:
+        raise CommandError(
+            f"{error.name} is not installed, which models need: pip install 'tpugate[worker]'"
+        ) from error
 
 
 @contextmanager

@@ -72,13 +72,13 @@ class CatalogueEntry:
 GEMMA_BASE_TEMPLATE = """\
 {{- bos_token }}
 {%- if messages and messages[0]['role'] == 'system' %}
-{{- messages[0]['content'] | trim }}
+{{- (messages[0]['content'] or '') | trim }}
 {%- else %}
 {{- 'The following is a conversation between a user and a helpful assistant.' }}
 {%- endif %}
 {%- for message in messages %}
 {%- if not (loop.first and message['role'] == 'system') %}
-{{- '\\n\\n' + message['role'] | capitalize + ': ' + message['content'] | trim }}
+{{- '\\n\\n' + message['role'] | capitalize + ': ' + (message['content'] or '') | trim }}
 {%- endif %}
 {%- endfor %}
 {%- if add_generation_prompt %}

@@ -195,12 +195,15 @@ class ModelStore:
     ) -> None:
         folder = staging.model_dir
         files = sorted(p for p in folder.rglob("*") if p.is_file())
+        (folder / MANIFEST).touch()
+        mode = (folder / MANIFEST).stat().st_mode  # as the umask has it; safetensors writes 0600
         records = {}
         for done, file in enumerate(files):
             progress("write to disk", done / len(files))
             records[str(file.relative_to(folder))] = FileRecord(
                 file.stat().st_size, sha256_of(file)
             )
+            file.chmod(mode)
             _fsync(file)
         manifest = Manifest(
             id=header.id,
