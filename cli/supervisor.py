@@ -27,6 +27,8 @@ MAX_FAILED_STARTS = 3
 FAILED, MISUSED = 1, 2
 PR_SET_PDEATHSIG = 1
 LINE_LIMIT = 1 << 20
+LONGEST_LINE = 4_000
+"""Characters shown of a line."""
 
 log = logging.getLogger("serve")
 _libc = ctypes.CDLL(None) if sys.platform == "linux" else None
@@ -57,14 +59,14 @@ class Child:
 
 class Supervisor:
     def __init__(self) -> None:
-        self._children: list[Child] = []
+        self.children: list[Child] = []
         self._is_stopping = False
         self._parent = os.getpid()
         self.failure: asyncio.Future[CommandError] = asyncio.get_running_loop().create_future()
         """Resolved when a child will not get better."""
 
     def start(self, child: Child) -> None:
-        self._children.append(child)
+        self.children.append(child)
         child.keeper = asyncio.create_task(self._keep(child))
         child.keeper.add_done_callback(self._on_keeper_done)
 
@@ -89,7 +91,7 @@ class Supervisor:
     def kill(self) -> None:
         """SIGKILL to every process group, at once."""
         self._is_stopping = True
-        for child in self._children:
+        for child in self.children:
             _signal_group(child, signal.SIGKILL)
 
     async def _stop(self, child: Child) -> None:
@@ -169,7 +171,7 @@ class Supervisor:
             self._report(child, line.result())
 
     def _report(self, child: Child, line: bytes) -> None:
-        text = line.decode(errors="replace").rstrip()
+        text = line.decode(errors="replace").rstrip()[:LONGEST_LINE]
         for mark in (" ERROR ", "Error: "):
             if mark in text and not text.startswith(" "):
                 child.last_error = text.split(mark, 1)[1].strip()

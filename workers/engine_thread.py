@@ -101,10 +101,6 @@ class EngineThread:
         """Commands that the engine has not seen yet."""
         return self._inbox.qsize()
 
-    @property
-    def is_alive(self) -> bool:
-        return self._thread.is_alive()
-
     async def join(self, timeout_s: float) -> None:
         await asyncio.to_thread(self._thread.join, timeout_s)
 

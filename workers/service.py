@@ -147,7 +147,7 @@ class Service:
         self._heartbeat.beat_now()
         # A read that is under way is let finish, or what it brings would be lost until this worker is gone.
         await asyncio.wait({claiming, reclaiming})
-        if self._engine.is_alive:
+        if self._exit_code == 0:
             await self._drain()
 
     async def _claim_loop(self) -> None:
