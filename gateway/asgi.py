@@ -6,7 +6,6 @@ import re
 import secrets
 import signal
 import socket
-import sys
 import threading
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
@@ -128,7 +127,7 @@ def _handle_http_exception(
     elif status >= 500:
         mapped = ServerError("The server failed on this request.")
     else:
-        mapped = BadRequestError(_framework_message(error))
+        mapped = _from_framework(error)
     answer = _handle_gateway_error(request, mapped)
     if 400 <= status < 500:
         answer.status_code = status
@@ -137,11 +136,12 @@ def _handle_http_exception(
     return answer
 
 
-def _framework_message(error: HTTPException) -> str:
+def _from_framework(error: HTTPException) -> BadRequestError:
     first = error.extra[0] if isinstance(error.extra, list) and error.extra else None
     if isinstance(first, dict) and "message" in first:
-        return f"Invalid '{first.get('key', 'body')}': {first['message']}"[:500]
-    return error.detail[:500]
+        param = str(first.get("key", "body"))
+        return BadRequestError(f"Invalid '{param}': {first['message']}"[:500], param=param)
+    return BadRequestError(error.detail[:500])
 
 
 def _handle_unexpected(request: Request[Any, Any, Any], error: Exception) -> Response[bytes]:
@@ -222,12 +222,13 @@ def _listen(host: str, port: int) -> socket.socket:
     return listener
 
 
-def run(settings: GatewaySettings) -> int:
-    """Serve in an event loop of its own; returns the exit code, with one sentence on stderr if it is not 0."""
-    try:
-        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            runner.run(serve(settings))
-    except StartupError as error:
-        sys.stderr.write(f"tpugate gateway: {error}\n")
-        return 1
-    return 0
+def run(settings: GatewaySettings) -> None:
+    """Serve in an event loop of its own until a signal; raises `StartupError` with one sentence."""
+    logging.basicConfig(
+        level=settings.log_level,
+        format="%(asctime)s gateway %(levelname)s %(message)s",
+        datefmt="%H:%M:%S",
+    )
+    logging.getLogger("uvicorn").setLevel(max(logging.WARNING, logging.root.level))
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(serve(settings))

@@ -6,6 +6,7 @@ Every field is read from `TPUGATE_` + its name in capitals: `TPUGATE_REDIS_URL`,
 import os
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
@@ -45,6 +46,7 @@ class GatewaySettings(BaseModel):
     """Prompts with more text than this are tokenised in a thread."""
     retry_after_full_s: int = Field(default=1, ge=1)
     retry_after_unavailable_s: int = Field(default=2, ge=1)
+    log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = "INFO"
     graceful_shutdown_s: int = Field(default=30, ge=0)
     """How long running answers may go on after SIGTERM."""
 

