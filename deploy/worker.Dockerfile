@@ -28,7 +28,8 @@ RUN apt-get update \
  && rm -rf /var/lib/apt/lists/* \
  && useradd --system --uid 10001 --create-home --home-dir /var/lib/tpugate tpugate
 COPY --from=build /opt/tpugate /opt/tpugate
-ENV PATH=/opt/tpugate/bin:$PATH PYTHONUNBUFFERED=1 TPUGATE_DATA_DIR=/var/lib/tpugate/data
+ENV PATH=/opt/tpugate/bin:$PATH PYTHONUNBUFFERED=1 \
+    TPUGATE_CACHE_DIR=/var/lib/tpugate/cache TPUGATE_MODELS_DIR=/var/lib/tpugate/models
 USER 10001
 WORKDIR /var/lib/tpugate
 # Weights and compiled programs: a second start reads both.

@@ -16,6 +16,8 @@ import yaml
 
 from cli.main import main
 from gateway.settings import GatewaySettings
+from models.settings import ModelSettings
+from torchtpu.environment import read_settings
 from workers.config import WorkerConfig
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -121,6 +123,34 @@ def test_images_copy_what_exists_and_the_build_context_has_it(dockerfile: str) -
     sources = {source for words in copies if "--from=build" not in words for source in words}
     assert sources <= kept
     assert all((ROOT / source).exists() for source in sources)
+
+
+def image_variables(dockerfile: str) -> dict[str, str]:
+    text = "\n".join(i for i in instructions(dockerfile) if i.startswith("ENV "))
+    return dict(re.findall(r"(TPUGATE_\w+)=(\S+)", text))
+
+
+def test_the_worker_image_keeps_weights_and_programs_on_its_volume(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    variables = image_variables("worker.Dockerfile")
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    volume = Path("/var/lib/tpugate")
+    assert ModelSettings.from_environment().cache_dir.is_relative_to(volume)
+    assert read_settings().cache_dir.is_relative_to(volume)
+    worker = next(w for w in workloads() if w["metadata"]["name"].startswith("worker"))
+    mounts = worker["spec"]["template"]["spec"]["containers"][0]["volumeMounts"]
+    assert str(volume) in {mount["mountPath"] for mount in mounts}
+
+
+def test_the_gateway_image_keeps_its_data_on_the_mounted_folder() -> None:
+    settings = GatewaySettings.from_environment(image_variables("gateway.Dockerfile"))
+    gateway = next(w for w in workloads() if w["metadata"]["name"] == "gateway")
+    mounts = gateway["spec"]["template"]["spec"]["containers"][0]["volumeMounts"]
+    assert str(settings.data_dir) in {mount["mountPath"] for mount in mounts}
+    # Every replica must hash keys with the same secret.
+    assert f"{settings.data_dir}/secret.key" in {mount["mountPath"] for mount in mounts}
 
 
 def test_images_contain_every_package() -> None:
