@@ -2,7 +2,6 @@
 
 import asyncio
 import logging
-from typing import Any
 
 from redis.asyncio import Redis
 from redis.asyncio.retry import Retry
@@ -50,8 +49,3 @@ class Patience:
         if self._pause_s:
             log.info("%s: Redis answers again.", self._what)
         self._pause_s = 0.0
-
-
-def scalar(reply: Any) -> bytes:  # noqa: ANN401
-    """A reply as bytes, whichever form the client chose."""
-    return reply if isinstance(reply, bytes) else str(reply).encode()
