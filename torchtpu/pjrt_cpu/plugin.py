@@ -5,6 +5,7 @@ child process tries the whole self-test on it before this process loads it, beca
 another XLA may well abort. The child's good verdict is kept beside the shim, so it runs once.
 """
 
+import contextlib
 import ctypes
 import hashlib
 import importlib.metadata
@@ -74,7 +75,8 @@ def _try_once(settings: DeviceSettings, plugin: Path, shim: Path) -> None:
     if verdict.exists():
         return
     _try(settings, plugin)
-    verdict.write_text(identity, encoding="utf-8")
+    with contextlib.suppress(OSError):  # then the next start tries again
+        verdict.write_text(identity, encoding="utf-8")
 
 
 def _version(distribution: str) -> str:
