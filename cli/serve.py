@@ -103,7 +103,7 @@ class Server:
             self._queue.append(valkey)
             self._supervisor.start(valkey)
             await self._embedded.wait_until_ready()
-            valkey.is_ready = True
+            valkey.was_ready = True
         else:
             await _check_redis(self._redis_url)
         for child in (self._gateway, *self._workers):
@@ -121,19 +121,18 @@ class Server:
         return self._supervisor.failure.result() if self._supervisor.failure.done() else None
 
     async def _announce(self) -> None:
-        """Keep each child's `is_ready` true to life; say so when all are ready for the first time."""
-        redis = Redis.from_url(self._redis_url, protocol=2)
-        is_announced = False
-        while True:
-            self._gateway.is_ready |= await _answers(self._settings, "/health")
-            for child in self._workers:
-                child.is_ready |= await self._is_worker_ready(redis, child)
-            children = (self._gateway, *self._workers)
-            if not is_announced and all(child.is_ready for child in children):
-                is_announced = await _answers(self._settings, "/ready")
-                if is_announced:
-                    self._say_ready()
-            await asyncio.sleep(READY_POLL_S if not is_announced else 5 * READY_POLL_S)
+        """Note which children are up, and say so when all of them are."""
+        children = (self._gateway, *self._workers)
+        async with Redis.from_url(self._redis_url, protocol=2) as redis:
+            while not (
+                all(child.was_ready for child in children)
+                and await _answers(self._settings, "/ready")
+            ):
+                self._gateway.was_ready |= await _answers(self._settings, "/health")
+                for child in self._workers:
+                    child.was_ready |= await self._is_worker_ready(redis, child)
+                await asyncio.sleep(READY_POLL_S)
+        self._say_ready()
 
     async def _is_worker_ready(self, redis: Redis, child: Child) -> bool:
         try:

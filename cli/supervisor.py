@@ -10,6 +10,7 @@ import asyncio
 import ctypes
 import logging
 import os
+import re
 import signal
 import sys
 from collections.abc import Callable, Mapping
@@ -26,6 +27,8 @@ SETTLED_S = 60.0
 MAX_FAILED_STARTS = 3
 FAILED, MISUSED = 1, 2
 PR_SET_PDEATHSIG = 1
+SENTENCE = re.compile(r"(?:Error:|[\d:]{8} \S+ ERROR) (.+)")
+"""A command's last word, or a line of its log."""
 LINE_LIMIT = 1 << 20
 LONGEST_LINE = 4_000
 """Characters shown of a line."""
@@ -44,11 +47,10 @@ class Child:
     stop_timeout_s: float
     noise: tuple[str, ...] = ()
     """Lines of its output with one of these are not worth showing."""
-    is_ready: bool = False
-    """Set by whoever can tell; decides whether an end is a failed start."""
+    was_ready: bool = False
+    """Set by whoever can tell; until then an end is a failed start."""
     process: asyncio.subprocess.Process | None = None
     last_error: str = ""
-    was_ready: bool = field(default=False, init=False)
     num_failed_starts: int = field(default=0, init=False)
     keeper: asyncio.Task[None] | None = field(default=None, init=False)
 
@@ -126,8 +128,6 @@ class Supervisor:
             pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
 
     def _is_hopeless(self, child: Child, code: int) -> bool:
-        child.was_ready |= child.is_ready
-        child.is_ready = False
         if child.was_ready:
             return False
         child.num_failed_starts += 1
@@ -172,9 +172,9 @@ class Supervisor:
 
     def _report(self, child: Child, line: bytes) -> None:
         text = line.decode(errors="replace").rstrip()[:LONGEST_LINE]
-        for mark in (" ERROR ", "Error: "):
-            if mark in text and not text.startswith(" "):
-                child.last_error = text.split(mark, 1)[1].strip()
+        said = SENTENCE.match(text)
+        if said is not None:
+            child.last_error = said[1]
         if any(part in text for part in child.noise):
             return
         click.echo(f"{child.name:<10} | {text}", err=True)
