@@ -192,6 +192,15 @@ def test_a_data_folder_that_cannot_be_one_is_named(tmp_path: Path):
     assert_one_sentence(output)
 
 
+def test_a_full_disk_is_named(tmp_path: Path):
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "serve.lock").symlink_to("/dev/full")
+    code, output = failure(tmp_path, "--engine", "fake", data_dir=str(tmp_path / "data"))
+    assert code == 1
+    assert "No space left on device" in output
+    assert_one_sentence(output)
+
+
 @pytest.mark.parametrize(
     "arguments",
     [
