@@ -74,6 +74,8 @@ class Directory:
         self.statuses: dict[str, WorkerStatus] = {}
         self.models: dict[str, ServedModel] = {}
         self.depths: dict[str, QueueDepth] = {}
+        self.deserted_s: dict[str, float] = {}
+        """Seconds for which polls have found no worker at all of a model; counts only while Redis answers."""
         self._known: frozenset[str] = frozenset()
         self._ready: dict[str, frozenset[str]] = {}
 
@@ -131,6 +133,11 @@ class Directory:
         named = {item.decode() for item in model_ids}
         self._known = frozenset(named | {status.model for status in self.statuses.values()})
         self._ready = self._ready_workers()
+        staffed = {status.model for status in self.statuses.values()}
+        self.deserted_s = {
+            model: self.deserted_s.get(model, 0.0) + self._poll_interval_s
+            for model in self._known - staffed
+        }
         await self._read_depths(sorted(self._known))
         for model in named:
             await self._refresh_card(model)

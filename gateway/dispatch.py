@@ -105,6 +105,17 @@ class Exchange:
                 self._take_over(worker_id, deltas)
                 return
 
+    def give_up(self, retry_after_s: int) -> None:
+        """Nobody is left to answer."""
+        if not self.done:
+            self._job.fail(
+                UnavailableError(
+                    "All workers of this model are gone. Try again later.",
+                    code="model_not_ready",
+                    retry_after_s=retry_after_s,
+                )
+            )
+
     def _take_over(self, worker_id: str, deltas: list[OutputDelta]) -> None:
         self._job.forget(self)
         self.producer = worker_id
@@ -294,8 +305,12 @@ class Dispatcher:
                 exchange.offer(step.worker_id, delta)
 
     def _on_poll(self, alive: frozenset[str]) -> None:
+        limit_s = self._settings.no_worker_timeout_s
+        deserted = {model for model, s in self.directory.deserted_s.items() if s > limit_s}
         for exchange in list(self._active.values()):
             exchange.check_producer(alive)
+            if exchange.request.model in deserted:
+                exchange.give_up(self._settings.retry_after_unavailable_s)
 
     async def _recover(self) -> None:
         """After a reconnection: requests nobody has answered and that Redis no longer holds are queued again."""

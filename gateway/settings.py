@@ -35,6 +35,8 @@ class GatewaySettings(BaseModel):
     queue_limit: int = Field(default=512, ge=1)
     """Requests of one model that may be queued or running; one more gets 429."""
     request_timeout_s: float = Field(default=600.0, gt=0)
+    no_worker_timeout_s: float = Field(default=60.0, gt=0)
+    """How long a queued request waits for a worker to come back after the last one died."""
     ping_interval_s: float = Field(default=10.0, gt=0)
     """Silence after which a stream gets a comment line, so that proxies keep it open."""
     poll_interval_s: float = Field(default=0.5, gt=0)

@@ -306,7 +306,7 @@ def test_c25_a_worker_that_dies_in_mid_stream(
     peer: GatewayPeer, start_worker: Any, start_gateway: StartGateway
 ):
     gateway = start_gateway()
-    start_worker("a")
+    start_worker("a", step_delay_s="0.2")
     gateway.wait_for_ready()
     response = gateway.chat(script=[b"go ", b"on ", EXIT], stream=True)
     *chunks, last = events(response.text)
@@ -345,7 +345,7 @@ def test_c26_unclean_ids_are_replaced(shared_gateway: GatewayUnderTest, given: b
     ("authorization", "code"),
     [
         (None, None),
-        ("Bearer ", None),
+        ("Bearer", None),
         ("Basic abc", None),
         ("Bearer tpg-0123456789abcdef", "invalid_api_key"),
     ],
@@ -368,7 +368,7 @@ def test_c28_no_key_or_a_wrong_one(
 
 
 def test_x01_wire_format_of_chunks(shared_gateway: GatewayUnderTest):
-    response = shared_gateway.chat(stream=True, max_tokens=3)
+    response = shared_gateway.chat(stream=True, max_tokens=9)
     chunks = events(response.text)
     assert response.text.endswith("data: [DONE]\n\n")
     assert response.headers["cache-control"] == "no-cache"
@@ -415,6 +415,17 @@ def test_x11_a_worker_that_is_still_compiling(peer: GatewayPeer, start_gateway: 
         assert_error(refused, 503, type="server_error", code="model_not_ready")
         assert int(refused.headers["retry-after"]) >= 1
     assert peer.redis.xlen(requests_stream("m-small")) == 0
+
+
+def test_x11_no_request_waits_for_ever(
+    peer: GatewayPeer, start_worker: Any, start_gateway: StartGateway
+):
+    gateway = start_gateway(no_worker_timeout_s="1")
+    start_worker("a")
+    gateway.wait_for_ready()
+    refused = gateway.chat(script=[EXIT])
+    assert_error(refused, 503, code="model_not_ready")
+    wait_until(lambda: gateway.metric("tpugate_gateway_requests_active") == 0, "no request is left")
 
 
 def test_x11_requests_of_a_killed_worker_are_taken_over(
