@@ -24,6 +24,7 @@ WORKER_OPTIONS = (
     click.option(
         "--drain-timeout-s", metavar="S", help="How long running answers may go on at a stop."
     ),
+    click.option("--compile-cache-dir", metavar="DIR", help="Where compiled programs are kept."),
     click.option("--step-delay-s", metavar="S", help="Length of a step of the fake engine."),
 )
 """Shared by `serve` and `worker`. Values are checked in `workers.config`, where the environment is too."""

@@ -1,6 +1,6 @@
 """Settings of a worker process: the only reader of `TPUGATE_*` variables in `workers`.
 
-Where models and compiled programs are kept is set in `models.settings` and `torchtpu.environment`.
+Where models are kept is set in `models.settings`, the device's own variables in `torchtpu.environment`.
 """
 
 import math
@@ -10,6 +10,7 @@ import secrets
 import socket
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
+from pathlib import Path
 from typing import Any, Literal, get_args
 from urllib.parse import urlsplit
 
@@ -51,6 +52,8 @@ class WorkerConfig:
     drain_timeout_s: float = 30.0
     step_delay_s: float = 0.0
     """Length of a step of the scripted engine."""
+    compile_cache_dir: Path | None = None
+    """Where compiled programs are kept; with the device layer's caches if not given."""
     log_level: str = "INFO"
 
 
@@ -114,6 +117,10 @@ def _text(name: str, value: object) -> str:
     return str(value).strip()
 
 
+def _path(name: str, value: object) -> Path:
+    return Path(str(value)).expanduser().absolute()
+
+
 def _count(name: str, value: object) -> int:
     try:
         number = int(str(value))
@@ -155,6 +162,7 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     "log_level": ("DEBUG", "INFO", "WARNING", "ERROR"),
 }
 _PARSERS: dict[str, Any] = {
+    "compile_cache_dir": _path,
     **dict.fromkeys(_CHOICES, _choice),
     **dict.fromkeys(("max_rows", "num_blocks", "block_len", "context_len"), _count),
     **dict.fromkeys(("drain_timeout_s", "step_delay_s"), _seconds),
