@@ -20,7 +20,7 @@ from typing import Any
 import msgspec
 
 from workers.claims import Claim, Claims, Entry
-from workers.config import WorkerConfig
+from workers.config import WorkerConfig, sentence
 from workers.consumer import AbortFeed, RequestQueue
 from workers.engine.interface import EngineFactory, LoadedEngine
 from workers.engine_thread import ENGINE_FAILED, EngineThread, terminal
@@ -93,9 +93,11 @@ class Service:
     # What the engine thread reports
 
     def on_progress(self, what: str, share: float) -> None:
-        is_new = what != self._progress[0]
-        if is_new or int(10 * share) != int(10 * self._progress[1]):
-            log.info("%s: %d %%", what, 100 * share)
+        before, share_before = self._progress
+        # A phrase's first word is what is done, the rest is what to: hundreds of programs are compiled.
+        is_new = what.partition(" ")[0] != before.partition(" ")[0]
+        if is_new or int(10 * share) != int(10 * share_before):
+            log.info("%3d %% %s", 100 * share, what)
         self._progress = (what, share)
         if self._state is WorkerState.STARTING and what.lower().startswith(WARMING_WORDS):
             self._state = WorkerState.WARMING
@@ -108,7 +110,7 @@ class Service:
         self._loaded.set()
 
     def on_load_failed(self, error: str) -> None:
-        log.error("%s", error)
+        log.error("%s", sentence(error))
         self._exit_code = 1
         self._stop.set()
         self._loaded.set()
@@ -133,10 +135,10 @@ class Service:
     # Serving
 
     async def _serve(self) -> None:
-        claims, (what, _) = self._claims, self._progress
+        claims = self._claims
         self._state, self._progress = WorkerState.READY, ("", 1.0)
         self._heartbeat.beat_now()
-        log.info("%s is ready (%s).", self._config.served_name, what)
+        log.info("%s is ready.", self._config.served_name)
         self._spawn(self._publisher.run())
         self._spawn(self._abort_loop())
         claiming = self._spawn(self._claim_loop())

@@ -109,7 +109,7 @@ def test_a_worker_that_dies_is_started_again(serve: Serve):
     first = serve.child("worker")
     os.kill(first, signal.SIGKILL)
     wait_until(lambda: "worker ended (SIGKILL)" in serve.process.output, "its end is noticed")
-    wait_until(lambda: serve.process.output.count("is ready (") == 2, "another one is ready")
+    wait_until(lambda: serve.process.output.count("m-small is ready.") == 2, "another one is ready")
     assert serve.child("worker") != first
     assert serve.ask(["again"]) == "again"
 
