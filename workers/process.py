@@ -47,7 +47,7 @@ def _scripted_factory(config: WorkerConfig) -> EngineFactory:
 
 def _model_factory(config: WorkerConfig) -> EngineFactory:
     def build(progress: Progress) -> LoadedEngine:
-        from workers.engine.engine import EngineConfig, build_engine
+        from workers.engine.build import EngineConfig, build_engine
 
         return build_engine(EngineConfig.from_worker(config), progress)
 

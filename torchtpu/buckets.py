@@ -1,0 +1,157 @@
+"""The shapes that get compiled, and the choice of one for a step's work. Plain Python.
+
+XLA compiles one program for one shape, so a step is padded to the smallest compiled **bucket** that
+holds it. A bucket has decode rows and, beside them, prefill segments, all over one length of context:
+
+    rows = 8         8 decode tokens, one a request            ┐ one flat row of
+    segments = 4     4 chunks of up to 64 prompt tokens each   ┘ 8 + 4·64 tokens
+    context = 128    keys that each of them may look at
+
+Fewer than eight rows cost as much as eight (the sublane tile of a TPU; one row is far slower on
+XLA:CPU), so eight is the least.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+MIN_ROWS = 8
+
+
+@dataclass(frozen=True, order=True)
+class PrefillShape:
+    """`segments` chunks of at most `segment_len` tokens each."""
+
+    segments: int
+    segment_len: int
+
+    @property
+    def num_tokens(self) -> int:
+        return self.segments * self.segment_len
+
+
+NO_PREFILL = PrefillShape(0, 0)
+
+
+@dataclass(frozen=True, order=True)
+class Bucket:
+    """One compiled shape of the step program."""
+
+    rows: int
+    """Decode rows, a multiple of 8."""
+    context: int
+    """Keys each query may look at, tokens; a multiple of the block length."""
+    prefill: PrefillShape = NO_PREFILL
+
+    @property
+    def num_tokens(self) -> int:
+        """Length of the flat row of tokens."""
+        return self.rows + self.prefill.num_tokens
+
+    @property
+    def num_samples(self) -> int:
+        """Rows that get logits: each decode row and the last token of each segment."""
+        return self.rows + self.prefill.segments
+
+    @property
+    def name(self) -> str:
+        decode = f"r{self.rows}-c{self.context}"
+        prefill = self.prefill
+        return (
+            decode
+            if prefill == NO_PREFILL
+            else f"{decode}-p{prefill.segments}x{prefill.segment_len}"
+        )
+
+
+@dataclass(frozen=True)
+class BucketLadder:
+    """All buckets of one engine. Raises ValueError if one of the parts is empty or unordered."""
+
+    rows: tuple[int, ...]
+    """Sizes for steps without prefill, rising; the last one is the most requests that run at once."""
+    mixed_rows: tuple[int, ...]
+    """Sizes beside prefill: fewer, because each one multiplies the programs."""
+    prefill: tuple[PrefillShape, ...]
+    contexts: tuple[int, ...]
+    """For decode, tokens, rising; the last one is the model's context length."""
+    mixed_contexts: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        for name in ("rows", "mixed_rows", "contexts", "mixed_contexts"):
+            sizes: tuple[int, ...] = getattr(self, name)
+            if not sizes or list(sizes) != sorted(set(sizes)):
+                raise ValueError(f"{name} must be rising and not empty, not {sizes}")
+        if self.rows[-1] != self.mixed_rows[-1] or self.contexts[-1] != self.mixed_contexts[-1]:
+            raise ValueError(
+                "the largest rows and contexts must be the same with and without prefill"
+            )
+        if not self.prefill:
+            raise ValueError("there must be a prefill shape")
+
+    @cached_property
+    def buckets(self) -> tuple[Bucket, ...]:
+        """Every bucket, the cheapest first."""
+        decode = [Bucket(rows, context) for rows in self.rows for context in self.contexts]
+        mixed = [
+            Bucket(rows, context, shape)
+            for rows in self.mixed_rows
+            for context in self.mixed_contexts
+            for shape in self.prefill
+            if shape.segment_len <= context
+        ]
+        return tuple(sorted(decode + mixed, key=lambda bucket: (bucket.num_tokens, bucket.context)))
+
+    @property
+    def max_rows(self) -> int:
+        return self.rows[-1]
+
+    @property
+    def max_context(self) -> int:
+        return self.contexts[-1]
+
+    def choose(self, num_rows: int, context: int, prefill: PrefillShape = NO_PREFILL) -> Bucket:
+        """The smallest bucket for that work; raises ValueError if none holds it."""
+        mixed = prefill != NO_PREFILL
+        rows = _at_least(self.mixed_rows if mixed else self.rows, max(num_rows, 1), "rows")
+        need = max(context, prefill.segment_len, 1)
+        reach = _at_least(self.mixed_contexts if mixed else self.contexts, need, "context")
+        return Bucket(rows, reach, prefill)
+
+    def choose_prefill(self, waiting: Sequence[int], overhead_tokens: int) -> PrefillShape:
+        """The shape that computes the most useful tokens for its cost.
+
+        `waiting` are the token counts still to prefill, in the order in which they will be served;
+        `overhead_tokens` is what the rest of the step costs, in tokens.
+        """
+        fitting = [shape for shape in self.prefill if shape.segment_len <= self.max_context]
+
+        def worth(shape: PrefillShape) -> tuple[float, int]:
+            useful = sum(min(n, shape.segment_len) for n in waiting[: shape.segments])
+            return useful / (shape.num_tokens + overhead_tokens), -shape.num_tokens
+
+        return max(fitting, key=worth)
+
+
+def _at_least(sizes: Iterable[int], need: int, what: str) -> int:
+    for size in sizes:
+        if size >= need:
+            return size
+    raise ValueError(f"no bucket holds {need} {what}")
+
+
+def default_ladder(max_rows: int, context_len: int) -> BucketLadder:
+    """Doubling rows and contexts. `max_rows` is rounded up to a multiple of 8, `context_len` to 128."""
+    top_rows = -(-max(max_rows, MIN_ROWS) // MIN_ROWS) * MIN_ROWS
+    top_context = -(-context_len // 128) * 128
+    rows = tuple(n for n in (8, 16, 32, 64, 128) if n < top_rows) + (top_rows,)
+    contexts = tuple(n for n in (128, 256, 512, 1024) if n < top_context) + (top_context,)
+    mixed_contexts = tuple(n for n in (128, 512) if n < top_context) + (top_context,)
+    shapes = [PrefillShape(8, 32), PrefillShape(2, 64), PrefillShape(4, 64), PrefillShape(1, 256)]
+    return BucketLadder(
+        rows=rows,
+        mixed_rows=tuple(dict.fromkeys((MIN_ROWS, top_rows))),
+        prefill=tuple(shape for shape in shapes if shape.segment_len <= top_context),
+        contexts=contexts,
+        mixed_contexts=mixed_contexts,
+    )

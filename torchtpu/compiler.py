@@ -1,0 +1,194 @@
+"""From a Python function over tensors to a compiled program whose cache inputs are donated.
+
+`torch.compile(backend="tpu")` never donates a mutated input, so a KV cache would be copied whole at
+every step. Three roads lead to a program; the first that works on this machine is taken:
+
+    DONATED   make_fx -> torch_tpu's StaticCompiler with donated_inputs: no copy, no guards, and the
+              executable pickles, so that a second start compiles nothing
+    COMPILED  torch.compile(backend="tpu"): public API only, copies donated inputs
+    EAGER     the function itself, for the plain devices `cpu` and `cuda`, which update in place
+
+All of `torch_tpu._internal` that we use is behind this module.
+"""
+
+import hashlib
+import json
+import logging
+import os
+import pickle
+import tempfile
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from torchtpu.device import Device
+
+log = logging.getLogger(__name__)
+
+StepFunction = Callable[..., tuple[Tensor, ...]]
+Program = Callable[[list[Tensor]], tuple[Tensor, ...]]
+"""Takes the inputs in order, gives the outputs. A donated input is unusable after the call."""
+
+
+class Road(StrEnum):
+    DONATED = "donated"
+    COMPILED = "torch.compile"
+    EAGER = "eager"
+
+
+@dataclass
+class CompileCounters:
+    """What this process compiled and read back; after warm-up neither moves."""
+
+    num_compiled: int = 0
+    num_loaded: int = 0
+
+
+class ProgramCompiler:
+    """Compiles step programs for one device and keeps them on disk.
+
+    `identity` names all that shapes a program besides the function's name and inputs (model
+    configuration, dtype, library versions, source of the step): it is part of every cache key.
+    """
+
+    def __init__(
+        self, device: Device, identity: Mapping[str, object], cache_dir: Path | None
+    ) -> None:
+        self._device = device
+        self._identity = {**identity, **_machine_identity(device)}
+        self._cache_dir = cache_dir
+        self.road = probe(device)
+        self.counters = CompileCounters()
+
+    def compile(
+        self, name: str, function: StepFunction, inputs: Sequence[Tensor], donated: Sequence[int]
+    ) -> Program:
+        """The program of `function` for inputs of these shapes, dtypes and strides.
+
+        `donated` are the indices of inputs that the function updates in place and returns.
+        """
+        if self.road is Road.EAGER:
+            return _eager(function)
+        if self.road is Road.COMPILED:
+            self.counters.num_compiled += 1
+            return _eager(torch.compile(function, backend="tpu", dynamic=False))
+        key = self._key(name, inputs, donated)
+        executable = self._load(key)
+        if executable is None:
+            executable = _static_compile(function, inputs, donated)
+            self.counters.num_compiled += 1
+            self._store(key, executable)
+        else:
+            self.counters.num_loaded += 1
+        return cast(Program, executable)
+
+    def total_compilations(self) -> int:
+        """Compilations the backend itself counted in this process, eager operations included."""
+        if not self._device.is_xla:
+            return self.counters.num_compiled
+        return backend_compilations()
+
+    def _key(self, name: str, inputs: Sequence[Tensor], donated: Sequence[int]) -> str:
+        shapes = [(list(t.shape), str(t.dtype), list(t.stride())) for t in inputs]
+        facts = [name, self._identity, shapes, list(donated)]
+        return hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest()
+
+    def _path(self, key: str) -> Path | None:
+        return None if self._cache_dir is None else self._cache_dir / f"{key}.program"
+
+    def _load(self, key: str) -> object | None:
+        """The kept executable, or None; a damaged file is removed and compiled anew."""
+        path = self._path(key)
+        if path is None or not path.exists():
+            return None
+        content = path.read_bytes()
+        digest, payload = content[:32], content[32:]
+        if hashlib.sha256(payload).digest() == digest:
+            try:
+                with warnings.catch_warnings():
+                    # torch warns about its own pickled tree specifications.
+                    warnings.simplefilter("ignore", FutureWarning)
+                    return cast(object, pickle.loads(payload))  # our own file, mode 0600
+            except (RuntimeError, pickle.UnpicklingError, AttributeError, ImportError) as error:
+                log.warning("a kept program does not fit this TorchTPU and is compiled anew: %s", error)
+        path.unlink(missing_ok=True)
+        return None
+
+    def _store(self, key: str, executable: object) -> None:
+        path = self._path(key)
+        if path is None:
+            return
+        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        payload = pickle.dumps(executable)
+        handle, staging = tempfile.mkstemp(dir=path.parent)
+        with os.fdopen(handle, "wb") as file:
+            file.write(hashlib.sha256(payload).digest() + payload)
+        Path(staging).rename(path)
+
+
+def probe(device: Device) -> Road:
+    """The best road that this device and this TorchTPU take, found by compiling a tiny program."""
+    if not device.is_xla:
+        return Road.EAGER
+    try:
+        ones = torch.ones(8).to(device.torch_device)
+
+        def add(cache: Tensor, one: Tensor) -> tuple[Tensor, ...]:
+            cache[:1] = cache[:1] + one[:1]
+            return (cache,)
+
+        program = cast(Program, _static_compile(add, [ones, ones.clone()], [0]))
+        (result,) = program([ones, torch.ones(8).to(device.torch_device)])
+        if result.cpu().tolist() == [2.0] + [1.0] * 7:
+            return Road.DONATED
+    except (ImportError, AttributeError, TypeError, RuntimeError) as error:
+        log.warning("donation is not available in this TorchTPU, steps will copy the cache: %s", error)
+    return Road.COMPILED
+
+
+def backend_compilations() -> int:
+    """Programs that XLA compiled in this process, as TorchTPU counts them."""
+    tpu: Any = getattr(torch, "tpu", None)
+    return int(tpu._get_cache_misses()) if tpu is not None else 0
+
+
+def _static_compile(
+    function: StepFunction, inputs: Sequence[Tensor], donated: Sequence[int]
+) -> object:
+    from torch.fx.experimental.proxy_tensor import make_fx
+    from torch_tpu._internal.compile import compiler
+
+    with torch.no_grad():
+        graph = make_fx(function, tracing_mode="fake")(*inputs)
+        return compiler.StaticCompiler()(graph, list(inputs), donated_inputs=list(donated))
+
+
+def _eager(function: Callable[..., tuple[Tensor, ...]]) -> Program:
+    def run(inputs: list[Tensor]) -> tuple[Tensor, ...]:
+        with torch.no_grad():
+            return function(*inputs)
+
+    return run
+
+
+def _machine_identity(device: Device) -> dict[str, object]:
+    """XLA:CPU makes code for the processor it runs on, so that belongs to the key there."""
+    identity: dict[str, object] = {"platform": device.platform, "versions": dict(device.versions)}
+    if device.platform == "xla-cpu":
+        identity["processor"] = _processor_flags()
+        identity["threads"] = torch.get_num_threads()
+    return identity
+
+
+def _processor_flags() -> str:
+    cpuinfo = Path("/proc/cpuinfo")
+    if not cpuinfo.exists():
+        return "unknown"
+    lines = cpuinfo.read_text().splitlines()
+    return next((line for line in lines if line.startswith(("flags", "Features"))), "unknown")

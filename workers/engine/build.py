@@ -1,0 +1,198 @@
+"""From a worker's configuration to an engine that is ready: device, weights, programs."""
+
+import hashlib
+import logging
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from models.errors import ModelError
+from models.library import LocalModel, resolve
+from models.loader import LoadOptions, ModelInfo, TokenizerInfo, load_model, read_info, read_tokenizer
+from models.settings import ModelSettings
+from torchtpu.bringup import bring_up
+from torchtpu.buckets import default_ladder
+from torchtpu.device import Device
+from torchtpu.environment import read_settings
+from torchtpu.errors import TorchTpuError
+from workers.config import WorkerConfig
+from workers.engine.interface import LoadedEngine, Progress
+from workers.errors import LoadError
+from workers.protocol import ModelCard
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedModel
+
+    from workers.engine.model_runner import ModelRunner
+
+log = logging.getLogger(__name__)
+
+DEFAULT_ROWS = 32
+DEFAULT_CONTEXT_LEN = 2048
+DEFAULT_BLOCK_LEN = 16
+CACHE_SHARE = 0.4
+"""Of the device's memory: the most that a KV cache takes by default."""
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """An engine's settings, all decided or left to the model and the device (None)."""
+
+    model: str
+    served_name: str
+    device: Literal["tpu", "cpu", "cuda"] = "tpu"
+    dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
+    max_rows: int = DEFAULT_ROWS
+    num_blocks: int | None = None
+    block_len: int = DEFAULT_BLOCK_LEN
+    context_len: int | None = None
+    compile_cache_dir: Path | None = None
+
+    @classmethod
+    def from_worker(cls, config: WorkerConfig) -> "EngineConfig":
+        programs = config.compile_cache_dir or read_settings().cache_dir / "programs"
+        return cls(
+            model=config.model,
+            served_name=config.served_name,
+            device=config.device,
+            dtype=config.dtype,
+            max_rows=config.max_rows or DEFAULT_ROWS,
+            num_blocks=config.num_blocks,
+            block_len=config.block_len or DEFAULT_BLOCK_LEN,
+            context_len=config.context_len,
+            compile_cache_dir=programs,
+        )
+
+
+def build_engine(config: EngineConfig, progress: Progress) -> LoadedEngine:
+    """Bring the device up, load the weights, compile every bucket.
+
+    Progress: fetching the model 0 to 0.1, weights to 0.2, programs to 1. Raises `LoadError`.
+    """
+    try:
+        progress("starting the device", 0.0)
+        device = bring_up(config.device)
+        local = resolve(config.model, ModelSettings.from_environment(), _scaled(progress, 0, 0.1))
+        return _Builder(config, device, local, progress).build()
+    except (ModelError, TorchTpuError, ValueError) as error:
+        raise LoadError(str(error)) from error
+    except OSError as error:
+        raise LoadError(f"a file cannot be read or written: {error}") from error
+
+
+class _Builder:
+    """The steps of `build_engine` that share the device and the model's folder."""
+
+    def __init__(
+        self, config: EngineConfig, device: Device, local: LocalModel, progress: Progress
+    ) -> None:
+        self._config, self._device, self._local, self._progress = config, device, local, progress
+        self._info: ModelInfo = read_info(local.path)
+        self._context_len = min(config.context_len or DEFAULT_CONTEXT_LEN, self._info.context_len)
+        self._ladder = default_ladder(config.max_rows, self._context_len)
+
+    def build(self) -> LoadedEngine:
+        from tokenizers import Tokenizer
+
+        from workers.engine.engine import EngineParts, ModelEngine
+        from workers.engine.kv_cache import BlockPool
+        from workers.engine.scheduler import Scheduler, SchedulerConfig
+
+        tokens = read_tokenizer(self._local.path)
+        runner, num_blocks = self._runner()
+        pool = BlockPool(num_blocks)
+        parts = EngineParts(
+            runner=runner,
+            scheduler=Scheduler(SchedulerConfig(self._ladder), pool),
+            pool=pool,
+            tokenizer=Tokenizer.from_str(tokens.tokenizer_json.decode()),
+            block_len=self._config.block_len,
+            context_len=self._context_len,
+            eos_token_ids=self._info.eos_token_ids,
+        )
+        runner.warm_up(self._warm_up_progress)
+        counters = runner.counters
+        log.info(
+            "%d programs compiled, %d read from the cache", counters.num_compiled, counters.num_loaded
+        )
+        return LoadedEngine(ModelEngine(parts), self._card(tokens))
+
+    def _runner(self) -> "tuple[ModelRunner, int]":
+        from torchtpu.compiler import ProgramCompiler
+        from torchtpu.ops import attention
+        from workers.engine.model_runner import ModelRunner, RunnerConfig, discover_cache_shapes
+
+        attention.register()
+        model = self._load(attention.ATTENTION_NAME)
+        shapes = discover_cache_shapes(model)
+        per_block = self._config.block_len * sum(s.bytes_per_token(model.dtype) for s in shapes)
+        num_blocks = self._num_blocks(per_block)
+        compiler = ProgramCompiler(
+            self._device, self._identity(model, num_blocks), self._config.compile_cache_dir
+        )
+        config = RunnerConfig(self._ladder, num_blocks, self._config.block_len)
+        return ModelRunner(self._device, model, shapes, compiler, config), num_blocks
+
+    def _load(self, attention_name: str) -> "PreTrainedModel":
+        options = LoadOptions(attention_name, experts_implementation="batched_mm")
+        return load_model(
+            self._local.path,
+            self._dtype(),
+            self._device.torch_device,
+            options,
+            _scaled(self._progress, 0.1, 0.2),
+        )
+
+    def _dtype(self) -> "torch.dtype":
+        import torch
+
+        name = self._config.dtype
+        # bf16 halves the bytes of a step, and a decode step's time is the bytes it reads.
+        chosen: torch.dtype = getattr(torch, "bfloat16" if name == "auto" else name)
+        return chosen
+
+    def _num_blocks(self, bytes_per_block: int) -> int:
+        """Room for every row's whole context if memory allows it, and for one at least."""
+        if self._config.num_blocks is not None:
+            return self._config.num_blocks + 1
+        one = -(-self._ladder.max_context // self._config.block_len)
+        most = int(self._device.memory_bytes * CACHE_SHARE) // bytes_per_block
+        if most < one:
+            raise LoadError(
+                f"the KV cache of one request of {self._context_len} tokens does not fit into "
+                f"{CACHE_SHARE:.0%} of the device's memory: lower --context-len"
+            )
+        return min(self._ladder.max_rows * one, most) + 1
+
+    def _identity(self, model: "PreTrainedModel", num_blocks: int) -> dict[str, object]:
+        return {
+            "model": model.config.to_dict(),
+            "dtype": str(model.dtype),
+            "block_len": self._config.block_len,
+            "num_blocks": num_blocks,
+            "max_rows": self._ladder.max_rows,
+        }
+
+    def _warm_up_progress(self, done: int, total: int, name: str) -> None:
+        self._progress(f"compiling {name}" if name else "ready", 0.2 + 0.8 * done / total)
+
+    def _card(self, tokens: TokenizerInfo) -> ModelCard:
+        template = tokens.chat_template or ""
+        return ModelCard(
+            model=self._config.served_name,
+            created_s=int(time.time()),
+            context_len=self._context_len,
+            vocab_size=self._info.vocab_size,
+            tokenizer_json=tokens.compressed_json(),
+            chat_template=tokens.chat_template,
+            special_tokens=tokens.special_tokens,
+            add_bos=tokens.add_bos,
+            digest=hashlib.sha256(tokens.tokenizer_json + template.encode()).hexdigest(),
+        )
+
+
+def _scaled(progress: Progress, start: float, end: float) -> Progress:
+    """A part's progress as a share of the whole."""
+    return lambda what, share: progress(what, start + (end - start) * share)

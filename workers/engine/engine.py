@@ -1,0 +1,255 @@
+"""The loop body of a worker: schedule -> dispatch -> collect the step before -> emit.
+
+While the device runs step k the host collects step k-1 and schedules step k+1; sampled tokens are fed
+back on the device, so no step waits for the host. A sequence whose end is discovered one step late has
+run one row too many; that row's result is dropped.
+"""
+
+import logging
+import secrets
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from tokenizers import Tokenizer
+
+from workers.engine.interface import EngineStats
+from workers.engine.kv_cache import BlockPool, BlockTable
+from workers.engine.model_runner import ModelRunner, StepHandle
+from workers.engine.output_processor import ChoiceOutput, Emission, TokenizerDetokenizer
+from workers.engine.outputs import DecodeRow, PrefillSegment, StepPlan
+from workers.engine.request import Sequence, Status
+from workers.engine.scheduler import Scheduler
+from workers.errors import RequestError
+from workers.protocol import FinishReason, GenerateRequest, OutputDelta, Usage
+
+log = logging.getLogger(__name__)
+
+MAX_FAILED_STEPS = 3
+"""After so many failed steps in a row the fault is the engine's, not a passing one."""
+DETOKENIZER_CONTEXT = 6
+"""Prompt tokens a detokenizer sees, so that it knows it does not stand at the start of a text."""
+_SEED_STEP = 0x9E3779B9
+
+
+@dataclass(frozen=True)
+class EngineParts:
+    """What an engine is made of; built by `workers.engine.build`."""
+
+    runner: ModelRunner
+    scheduler: Scheduler
+    pool: BlockPool
+    tokenizer: Tokenizer
+    block_len: int
+    context_len: int
+    eos_token_ids: frozenset[int]
+
+
+@dataclass
+class _Resident:
+    """A request in the engine."""
+
+    request: GenerateRequest
+    sequences: list[Sequence]
+    next_seq: int = 0
+    num_finished: int = 0
+    unsent_tokens: list[int] = field(default_factory=list)
+    """Per choice, tokens counted but not yet in a delta."""
+
+    @property
+    def usage(self) -> Usage:
+        return Usage(
+            prompt_tokens=len(self.request.prompt_token_ids),
+            completion_tokens=sum(s.output.num_tokens for s in self.sequences),
+            cached_tokens=min(s.num_cached for s in self.sequences),
+        )
+
+
+class ModelEngine:
+    """Continuous batching of one model; see `workers.engine.interface.Engine` for the contract."""
+
+    def __init__(self, parts: EngineParts) -> None:
+        self._parts = parts
+        self._runner = parts.runner
+        self._scheduler = parts.scheduler
+        self._residents: dict[str, _Resident] = {}
+        self._in_flight: StepHandle | None = None
+        self._num_failed_steps = 0
+        self._num_arrivals = 0
+        self._num_steps = 0
+        self._num_prompt_tokens = 0
+        self._num_generated = 0
+        self._num_padded = 0
+        self._num_computed = 0
+        self._compiles_at_start = parts.runner.num_compilations()
+
+    @property
+    def capacity(self) -> int:
+        return self._runner.max_rows
+
+    def add(self, request: GenerateRequest) -> None:
+        prompt_len = len(request.prompt_token_ids)
+        room = self._parts.context_len - prompt_len
+        if prompt_len == 0:
+            raise RequestError("The prompt is empty.")
+        if room < 1:
+            raise RequestError(
+                f"The prompt has {prompt_len} tokens, the model's context {self._parts.context_len}."
+            )
+        base = secrets.randbits(32) if request.sampling.seed is None else request.sampling.seed
+        sequences = [
+            self._new_sequence(request, choice, (base + choice * _SEED_STEP) & 0xFFFFFFFF, room)
+            for choice in range(request.n)
+        ]
+        self._residents[request.request_id] = _Resident(
+            request, sequences, unsent_tokens=[0] * request.n
+        )
+        for sequence in sequences:
+            self._scheduler.add(sequence)
+
+    def abort(self, request_id: str) -> list[OutputDelta]:
+        return self._end(request_id, Emission("", FinishReason.ABORT))
+
+    def fail_all(self, error: str) -> list[OutputDelta]:
+        self._in_flight = None
+        deltas: list[OutputDelta] = []
+        for request_id in list(self._residents):
+            deltas += self._end(request_id, Emission("", FinishReason.ERROR), error)
+        return deltas
+
+    def has_work(self) -> bool:
+        return self._in_flight is not None or self._scheduler.has_work()
+
+    def step(self) -> list[OutputDelta]:
+        plan = self._scheduler.schedule()
+        try:
+            dispatched = self._runner.dispatch(plan) if plan else None
+            tokens = self._in_flight.collect() if self._in_flight else []
+        except RuntimeError:
+            self._recover()
+            return []
+        self._num_failed_steps = 0
+        deltas = self._emit(self._in_flight.plan, tokens) if self._in_flight else []
+        self._in_flight = dispatched
+        if not self.has_work():
+            self._scheduler.check_integrity()
+        return deltas
+
+    def stats(self) -> EngineStats:
+        running, waiting = self._scheduler.running, self._scheduler.waiting
+        total = self._num_computed + self._num_padded
+        return EngineStats(
+            num_running=len(running),
+            num_waiting=len(waiting),
+            kv_usage=self._parts.pool.usage,
+            steps=self._num_steps,
+            prompt_tokens=self._num_prompt_tokens,
+            generation_tokens=self._num_generated,
+            num_compiles_after_warmup=self._runner.num_compilations() - self._compiles_at_start,
+            num_ready_buckets=self._runner.num_programs,
+            padding_ratio=self._num_padded / total if total else 0.0,
+        )
+
+    def _new_sequence(
+        self, request: GenerateRequest, choice: int, seed: int, room: int
+    ) -> Sequence:
+        parts, self._num_arrivals = self._parts, self._num_arrivals + 1
+        detokenizer = TokenizerDetokenizer(
+            parts.tokenizer,
+            request.prompt_token_ids[-DETOKENIZER_CONTEXT:],
+            skip_special_tokens=request.sampling.skip_special_tokens,
+        )
+        max_tokens = min(request.sampling.max_tokens, room)
+        return Sequence(
+            request=request,
+            choice=choice,
+            seed=seed,
+            output=ChoiceOutput(request.sampling, detokenizer, parts.eos_token_ids, max_tokens),
+            table=BlockTable(parts.pool, parts.block_len),
+            token_ids=list(request.prompt_token_ids),
+            arrival=self._num_arrivals,
+        )
+
+    def _emit(self, plan: StepPlan, tokens: list[int]) -> list[OutputDelta]:
+        """Hand each sampled token to its sequence; gives what clients get to see."""
+        self._count(plan)
+        deltas: list[OutputDelta] = []
+        for entry, token in _sampled(plan, tokens):
+            sequence = entry.sequence
+            if sequence.epoch != entry.epoch or sequence.status is not Status.RUNNING:
+                continue
+            sequence.num_in_flight -= 1
+            sequence.token_ids.append(token)
+            sequence.table.publish(sequence.token_ids, sequence.num_computed)
+            self._num_generated += 1
+            deltas += self._advance(sequence, sequence.output.push(token))
+        return deltas
+
+    def _advance(self, sequence: Sequence, emission: Emission) -> list[OutputDelta]:
+        resident = self._residents[sequence.request.request_id]
+        resident.unsent_tokens[sequence.choice] += 1
+        if emission.finish_reason is None and not emission.text:
+            return []
+        return [self._delta(resident, sequence, emission)]
+
+    def _delta(
+        self, resident: _Resident, sequence: Sequence, emission: Emission, error: str | None = None
+    ) -> OutputDelta:
+        """One delta; if it is the request's last one, the request leaves the engine."""
+        if emission.finish_reason is not None:
+            self._scheduler.remove(sequence)
+            resident.num_finished += 1
+        is_last = resident.num_finished == len(resident.sequences)
+        if is_last:
+            del self._residents[resident.request.request_id]
+        num_tokens, resident.unsent_tokens[sequence.choice] = (
+            resident.unsent_tokens[sequence.choice],
+            0,
+        )
+        resident.next_seq += 1
+        return OutputDelta(
+            request_id=resident.request.request_id,
+            seq=resident.next_seq - 1,
+            choice=sequence.choice,
+            text=emission.text,
+            num_tokens=num_tokens,
+            finish_reason=emission.finish_reason,
+            stop_reason=emission.stop_reason,
+            error=error,
+            usage=resident.usage if is_last else None,
+        )
+
+    def _end(
+        self, request_id: str, emission: Emission, error: str | None = None
+    ) -> list[OutputDelta]:
+        """Terminal deltas for all unfinished choices of a request."""
+        resident = self._residents.get(request_id)
+        if resident is None:
+            return []
+        unfinished = [s for s in resident.sequences if s.status is not Status.FINISHED]
+        return [self._delta(resident, sequence, emission, error) for sequence in unfinished]
+
+    def _count(self, plan: StepPlan) -> None:
+        self._num_steps += 1
+        self._num_computed += plan.num_tokens
+        self._num_padded += plan.bucket.num_tokens - plan.num_tokens
+        self._num_prompt_tokens += sum(segment.length for segment in plan.segments)
+
+    def _recover(self) -> None:
+        """A step failed on the device: the cache is lost, the requests are not."""
+        self._num_failed_steps += 1
+        if self._num_failed_steps >= MAX_FAILED_STEPS:
+            raise
+        log.exception("a step failed on the device; running requests start again from their tokens")
+        self._in_flight = None
+        self._scheduler.preempt_all()
+        self._runner.reset_cache()
+
+
+def _sampled(
+    plan: StepPlan, tokens: list[int]
+) -> Iterable[tuple[DecodeRow | PrefillSegment, int]]:
+    """Plan entries that yielded a token, with it."""
+    yield from zip(plan.rows, tokens, strict=False)
+    for segment, token in zip(plan.segments, tokens[plan.bucket.rows :], strict=False):
+        if segment.samples:
+            yield segment, token

@@ -1,0 +1,290 @@
+"""The device side of the engine: weights, KV cache, compiled programs; one dispatch a step.
+
+Only what every model needs lives here. A model is an unmodified Hugging Face causal language model
+whose attention is ours; weights are inputs of the program, and the KV cache and the newest token of
+each row are inputs that it updates in place (donated) and returns. After a failed dispatch the donated
+tensors are gone: `reset_cache` makes new ones, and the engine rebuilds its sequences from their tokens.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from torchtpu.buckets import Bucket, BucketLadder
+from torchtpu.compiler import CompileCounters, Program, ProgramCompiler
+from torchtpu.device import Device
+from torchtpu.ops import attention, sampling
+from workers.engine.input_batch import BatchLayout, pack_sampling
+from workers.engine.outputs import StepPlan
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+WarmUpProgress = Callable[[int, int, str], None]
+"""`progress(done, total, bucket name)`."""
+
+
+@dataclass(frozen=True)
+class CacheShape:
+    """Trailing dimensions of one layer's cache."""
+
+    key: tuple[int, int]
+    """(kv_heads, head_dim)"""
+    value: tuple[int, int]
+
+    def bytes_per_token(self, dtype: torch.dtype) -> int:
+        return (self.key[0] * self.key[1] + self.value[0] * self.value[1]) * dtype.itemsize
+
+
+@dataclass(frozen=True)
+class RunnerConfig:
+    ladder: BucketLadder
+    num_blocks: int
+    """Of the KV cache, the trash block included."""
+    block_len: int
+
+
+@dataclass(frozen=True)
+class StepHandle:
+    """A dispatched step; the tokens [num_samples] int32 are on the device until collected."""
+
+    plan: StepPlan
+    tokens: Tensor
+
+    def collect(self) -> list[int]:
+        """Wait for the step and read its tokens."""
+        tokens: list[int] = self.tokens.cpu().tolist()
+        return tokens
+
+
+class ModelRunner:
+    """Runs step plans. `warm_up` compiles every bucket; afterwards nothing compiles."""
+
+    def __init__(
+        self,
+        device: Device,
+        model: "PreTrainedModel",
+        cache_shapes: list[CacheShape],
+        compiler: ProgramCompiler,
+        config: RunnerConfig,
+    ) -> None:
+        self._device = device.torch_device
+        self._model = model
+        self._cache_shapes = cache_shapes
+        self._compiler = compiler
+        self._config = config
+        named = [*model.named_parameters(), *model.named_buffers()]
+        self._weight_names = [name for name, _ in named]
+        self._weights = [tensor.detach() for _, tensor in named]
+        self._programs: dict[Bucket, Program] = {}
+        self._samplers: dict[int, Program] = {}
+        self._cache: list[Tensor] = []
+        self._newest = torch.empty(0)
+        self.reset_cache()
+
+    @property
+    def max_rows(self) -> int:
+        return self._config.ladder.max_rows
+
+    @property
+    def num_programs(self) -> int:
+        return len(self._programs)
+
+    @property
+    def counters(self) -> CompileCounters:
+        """Programs compiled by this process, and programs read back from the cache."""
+        return self._compiler.counters
+
+    def num_compilations(self) -> int:
+        """All compilations of this process, as the backend counts them."""
+        return self._compiler.total_compilations()
+
+    def reset_cache(self) -> None:
+        """Fresh, empty device state. Made on the host: a transfer compiles nothing."""
+        num_slots = self._config.num_blocks * self._config.block_len
+        dtype = self._model.dtype
+        self._cache = []  # the old one goes before the new one comes
+        keys = [torch.zeros(num_slots, *shape.key, dtype=dtype) for shape in self._cache_shapes]
+        values = [torch.zeros(num_slots, *shape.value, dtype=dtype) for shape in self._cache_shapes]
+        self._cache = [tensor.to(self._device) for tensor in keys + values]
+        # One more row than runs at once: the trash row.
+        newest = torch.zeros(self._config.ladder.max_rows + 1, dtype=torch.int32)
+        self._newest = newest.to(self._device)
+
+    def layout(self, bucket: Bucket) -> BatchLayout:
+        return BatchLayout(bucket, self._config.block_len, self._config.ladder.max_rows)
+
+    def warm_up(self, progress: WarmUpProgress) -> None:
+        """Compile (or read back) every program and run it once on an empty plan."""
+        buckets = self._config.ladder.buckets
+        for index, bucket in enumerate(buckets):
+            progress(index, len(buckets), bucket.name)
+            inputs = self._inputs(StepPlan(bucket, [], []))
+            donated = range(1, 2 + len(self._cache))
+            step = make_step(self._model, self._weight_names, len(self._cache_shapes), self.layout(bucket))
+            self._programs[bucket] = self._compiler.compile(
+                f"step-{bucket.name}", step, inputs, list(donated)
+            )
+            handle, logits = self._run(StepPlan(bucket, [], []))
+            self._warm_up_sampler(handle, logits)
+            handle.collect()
+        progress(len(buckets), len(buckets), "")
+
+    def dispatch(self, plan: StepPlan) -> StepHandle:
+        """Start a step; returns at once. An exception means that the cache is lost."""
+        handle, logits = self._run(plan)
+        return self._sample(handle, logits) if plan.needs_sampling else handle
+
+    def _inputs(self, plan: StepPlan) -> list[Tensor]:
+        packed = torch.from_numpy(self.layout(plan.bucket).pack(plan)).to(self._device)
+        return [packed, self._newest, *self._cache, *self._weights]
+
+    def _run(self, plan: StepPlan) -> tuple[StepHandle, Tensor]:
+        program = self._programs[plan.bucket]
+        tokens, logits, self._newest, *self._cache = program(self._inputs(plan))
+        return StepHandle(plan, tokens), logits
+
+    def _warm_up_sampler(self, handle: StepHandle, logits: Tensor) -> None:
+        num_samples = handle.plan.bucket.num_samples
+        if num_samples in self._samplers:
+            return
+        inputs = self._sampler_inputs(handle, logits)
+        self._samplers[num_samples] = self._compiler.compile(
+            f"sample-{num_samples}", _sample_step, inputs, [3]
+        )
+        self._sample(handle, logits).collect()
+
+    def _sampler_inputs(self, handle: StepHandle, logits: Tensor) -> list[Tensor]:
+        layout = self.layout(handle.plan.bucket)
+        start, end = layout.offsets["sample_slots"]
+        slots = layout.pack(handle.plan)[start:end]
+        params = torch.from_numpy(pack_sampling(handle.plan)).to(self._device)
+        return [logits, handle.tokens, params, self._newest, torch.from_numpy(slots.copy()).to(self._device)]
+
+    def _sample(self, handle: StepHandle, logits: Tensor) -> StepHandle:
+        sampler = self._samplers[handle.plan.bucket.num_samples]
+        tokens, self._newest = sampler(self._sampler_inputs(handle, logits))
+        return StepHandle(handle.plan, tokens)
+
+
+def make_step(
+    model: "PreTrainedModel", weight_names: list[str], num_layers: int, layout: BatchLayout
+) -> Callable[..., tuple[Tensor, ...]]:
+    """The step function of one bucket, to be traced and compiled.
+
+    Inputs: packed [size] int32; newest [max_rows + 1] int32; keys then values per layer
+    [slots, kv_heads, head_dim]; the weights. Outputs: greedy tokens [num_samples] int32, logits
+    [num_samples, vocab], newest, keys and values.
+    """
+
+    def step(packed: Tensor, newest: Tensor, *rest: Tensor) -> tuple[Tensor, ...]:
+        caches, weights = rest[: 2 * num_layers], rest[2 * num_layers :]
+        inputs = _unpack(packed, layout)
+        positions, tensors = _step_tensors(inputs, layout, caches, num_layers)
+        row_tokens = newest[inputs["row_slots"]]
+        tokens = torch.cat([row_tokens, inputs["segment_tokens"].flatten()])
+        with attention.bound_step(tensors):
+            output = torch.func.functional_call(
+                model,
+                dict(zip(weight_names, weights, strict=True)),
+                (),
+                {
+                    "input_ids": tokens[None].long(),
+                    "position_ids": positions[None],
+                    "attention_mask": None,
+                    "use_cache": False,
+                    "logits_to_keep": _sampled_rows(inputs, layout),
+                },
+                tie_weights=True,
+            )
+        logits = output.logits[0]
+        greedy = logits.argmax(-1).to(torch.int32)
+        newest[inputs["sample_slots"]] = greedy
+        return greedy, logits, newest, *caches
+
+    return step
+
+
+def _sample_step(
+    logits: Tensor, greedy: Tensor, params: Tensor, newest: Tensor, slots: Tensor
+) -> tuple[Tensor, ...]:
+    tokens = sampling.sample(logits, greedy, params)
+    newest[slots.long()] = tokens
+    return tokens, newest
+
+
+def _unpack(packed: Tensor, layout: BatchLayout) -> dict[str, Tensor]:
+    """The fields as int64 tensors, which is what indexing wants."""
+    wide = packed.long()
+    return {
+        name: wide[start:end].view(layout.shapes[name])
+        for name, (start, end) in layout.offsets.items()
+    }
+
+
+def _step_tensors(
+    inputs: dict[str, Tensor], layout: BatchLayout, caches: tuple[Tensor, ...], num_layers: int
+) -> tuple[Tensor, attention.StepTensors]:
+    """Positions [N] of the flat row, and what the attention layers need."""
+    block_len, prefill = layout.block_len, layout.bucket.prefill
+    row_positions, row_blocks = inputs["row_positions"], inputs["row_blocks"]
+    offsets = torch.arange(prefill.segment_len, device=row_positions.device)
+    segment_positions = inputs["segment_starts"][:, None] + offsets
+    is_token = offsets < inputs["segment_lens"][:, None]
+    # The padding of a segment may lie beyond its block table.
+    safe = segment_positions.clamp(max=layout.bucket.context - 1)
+    row_slots = _slots(row_blocks, row_positions[:, None], block_len).flatten()
+    segment_slots = _slots(inputs["segment_blocks"], safe, block_len)
+    segment_slots = torch.where(is_token, segment_slots, 0).flatten()
+    tensors = attention.StepTensors(
+        keys=list(caches[:num_layers]),
+        values=list(caches[num_layers:]),
+        slots=torch.cat([row_slots, segment_slots]),
+        row_blocks=row_blocks,
+        row_positions=row_positions,
+        segment_blocks=inputs["segment_blocks"],
+        segment_positions=safe,
+        block_len=block_len,
+    )
+    return torch.cat([row_positions, safe.flatten()]), tensors
+
+
+def _slots(blocks: Tensor, positions: Tensor, block_len: int) -> Tensor:
+    """blocks [B, n], positions [B, L] to slots [B, L]."""
+    return blocks.gather(1, positions // block_len) * block_len + positions % block_len
+
+
+def _sampled_rows(inputs: dict[str, Tensor], layout: BatchLayout) -> Tensor:
+    """Indices [num_samples] into the flat row: each decode row, and each segment's last token."""
+    bucket = layout.bucket
+    device = inputs["row_slots"].device
+    rows = torch.arange(bucket.rows, device=device)
+    if not bucket.prefill.segments:
+        return rows
+    first = torch.arange(bucket.prefill.segments, device=device) * bucket.prefill.segment_len
+    last = bucket.rows + first + (inputs["segment_lens"] - 1).clamp(min=0)
+    return torch.cat([rows, last])
+
+
+def discover_cache_shapes(model: "PreTrainedModel") -> list[CacheShape]:
+    """The cache of every layer, seen by running the model once without computing anything."""
+    shapes: dict[int, CacheShape] = {}
+
+    def record(
+        module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, *_: object, **__: object
+    ) -> tuple[Tensor, None]:
+        index = module.layer_idx
+        assert isinstance(index, int)
+        shapes[index] = CacheShape((key.shape[1], key.shape[3]), (value.shape[1], value.shape[3]))
+        out = value.new_empty(1, query.shape[2], query.shape[1], value.shape[3])
+        return out, None
+
+    with attention.replaced(record), torch.no_grad(), FakeTensorMode(allow_non_fake_inputs=True):
+        tokens = torch.zeros(1, 2, dtype=torch.long, device=model.device)
+        positions = torch.arange(2, device=model.device)[None]
+        model(input_ids=tokens, position_ids=positions, attention_mask=None, use_cache=False)
+    return [shapes[index] for index in sorted(shapes)]
