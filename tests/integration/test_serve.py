@@ -163,7 +163,7 @@ def failure(tmp_path: Path, *arguments: str, **settings: str) -> tuple[int, str]
 def assert_one_sentence(output: str) -> None:
     assert "Traceback" not in output
     last = output.rstrip().splitlines()[-1]
-    assert re.fullmatch(r"Error: ([A-Z'].+|--[a-z].+)[.`]", last), output
+    assert re.fullmatch(r"Error: ([A-Z'/].+|--[a-z].+)[.`]", last), output
 
 
 def test_a_taken_port_is_named(tmp_path: Path):
@@ -215,6 +215,17 @@ def test_a_full_disk_is_named(tmp_path: Path):
 def test_a_wrong_setting_ends_at_once_with_exit_code_2(tmp_path: Path, arguments: tuple[str, ...]):
     code, output = failure(tmp_path, *arguments)
     assert code == 2
+    assert_one_sentence(output)
+
+
+def test_a_corrupt_model_is_named(tmp_path: Path):
+    folder = tmp_path / "torn"
+    folder.mkdir()
+    (folder / "config.json").write_text('{"model_type": "llama"}')
+    (folder / "model.safetensors").write_bytes(b"torn")
+    code, output = failure(tmp_path, "--model", str(folder), "--device", "cpu")
+    assert code == 1
+    assert str(folder) in output.splitlines()[-1]
     assert_one_sentence(output)
 
 
