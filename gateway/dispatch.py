@@ -140,6 +140,9 @@ class Job:
         self._streaming = streaming
         self._loop = asyncio.get_running_loop()
         self._items: deque[Item] = deque()
+        self._has_begun = False
+        self._signalled = False
+        """There is something to take; items of a whole answer alone are not reason enough."""
         self._failure: GatewayError | None = None
         self._waiter: asyncio.Future[None] | None = None
         self._watch: asyncio.Task[None] | None = None
@@ -163,25 +166,27 @@ class Job:
 
         Raises `ClientGoneError`, `RequestTimeoutError`, `AnswerLostError`.
         """
-        if not self._items and self._failure is None:
+        if not self._signalled and self._failure is None:
             await self._wait(timeout_s)
+        self._signalled = False
+        if self._loop.time() >= self._deadline_s:
+            self.fail(RequestTimeoutError("The answer took longer than this server allows."))
         if self._items and not isinstance(self._failure, ClientGoneError):
             items = list(self._items)
             self._items.clear()
             if self._streaming:
-                for exchange, delta in items:
-                    if delta is not None and (delta.text or delta.finish_reason):
-                        exchange.committed = True
+                _commit(items)
             return items
         if self._failure is not None:
             raise self._failure
-        if self._loop.time() >= self._deadline_s:
-            raise RequestTimeoutError("The answer took longer than this server allows.")
         return []
 
     def put(self, exchange: Exchange, delta: OutputDelta | None) -> None:
+        """Add an item. A whole answer's reader is woken for the first delta and for ends, not for each token."""
         self._items.append((exchange, delta))
-        self._wake()
+        if self._streaming or not self._has_begun or (delta and delta.finish_reason):
+            self._has_begun = True
+            self._signal()
 
     def forget(self, exchange: Exchange) -> None:
         """Drop what has come from `exchange` and was not taken yet, and tell the reader to start over."""
@@ -192,7 +197,7 @@ class Job:
         """End the job with `error`; the first one counts, except that a client that left ends everything."""
         if self._failure is None or isinstance(error, ClientGoneError):
             self._failure = error
-        self._wake()
+        self._signal()
 
     async def _until_gone(self, receive: Receive) -> None:
         while (await receive())["type"] != "http.disconnect":
@@ -209,9 +214,19 @@ class Job:
             timer.cancel()
             self._waiter = None
 
+    def _signal(self) -> None:
+        self._signalled = True
+        self._wake()
+
     def _wake(self) -> None:
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
+
+
+def _commit(items: list[Item]) -> None:
+    for exchange, delta in items:
+        if delta is not None and (delta.text or delta.finish_reason):
+            exchange.committed = True
 
 
 class Dispatcher:

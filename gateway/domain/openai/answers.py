@@ -46,9 +46,11 @@ class Plan:
 class _Ledger:
     """Counts tokens, times and reasons while an answer passes by."""
 
-    def __init__(self, plan: Plan, metrics: ModelMetrics) -> None:
+    def __init__(self, plan: Plan, metrics: ModelMetrics, *, streaming: bool) -> None:
+        """Times between tokens are those of streams: whole answers are read at their end."""
         self._plan = plan
         self._metrics = metrics
+        self._streaming = streaming
         self._last_s: dict[int, float] = {}
         self._usages: dict[int, Usage] = {}
 
@@ -58,7 +60,7 @@ class _Ledger:
             raise EngineError(delta.error or "The server stopped working on this request.")
         if delta.usage is not None:
             self._usages[exchange.index] = delta.usage
-        if delta.num_tokens:
+        if delta.num_tokens and (self._streaming or not self._last_s):
             index = self._plan.choice_index(exchange, delta.choice)
             now_s = time.monotonic()
             last_s = self._last_s.get(index)
@@ -98,7 +100,7 @@ class _Choice:
 
 async def collect(job: Job, plan: Plan, metrics: ModelMetrics) -> bytes:
     """The whole answer as OpenAI's JSON object; raises the `GatewayError` that ended it."""
-    ledger = _Ledger(plan, metrics)
+    ledger = _Ledger(plan, metrics, streaming=False)
     choices: dict[int, _Choice] = {}
     try:
         while not ledger.is_complete(job):
@@ -150,7 +152,7 @@ async def stream(
     job: Job, plan: Plan, metrics: ModelMetrics, ping_interval_s: float
 ) -> AsyncGenerator[bytes, None]:
     """Blocks of events, one for all deltas that came together; raises the `GatewayError` that ended it."""
-    ledger = _Ledger(plan, metrics)
+    ledger = _Ledger(plan, metrics, streaming=True)
     writer = _ChunkWriter(plan, ledger)
     try:
         while not ledger.is_complete(job):

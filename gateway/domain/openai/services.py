@@ -17,8 +17,8 @@ from gateway.domain.openai.schemas import (
     CompletionRequest,
     GenerationBody,
     ModelInfo,
-    parse,
 )
+from gateway.domain.openai.validation import parse
 from gateway.domain.system.services import Metrics
 from gateway.errors import BadRequestError, GatewayError
 from gateway.settings import GatewaySettings

@@ -1,0 +1,144 @@
+"""From a body's bytes to a checked request, or to the 400 that names the field."""
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from pydantic import ValidationError
+from pydantic_core import ErrorDetails
+
+from gateway.domain.openai.schemas import ChatCompletionRequest, CompletionRequest, GenerationBody
+from gateway.errors import BadRequestError
+
+Harmless = Callable[[Any], bool]
+
+
+def _is_falsy(value: object) -> bool:
+    return not value
+
+
+def _one_of(*values: object) -> Harmless:
+    return lambda value: any(value is item or value == item for item in values)
+
+
+def _is_text_format(value: object) -> bool:
+    return isinstance(value, dict) and value.get("type") == "text"
+
+
+_UNSUPPORTED: dict[str, Harmless] = {
+    # Field: the values that ask for nothing we cannot do. null is always one.
+    "frequency_penalty": _is_falsy,
+    "presence_penalty": _is_falsy,
+    "logit_bias": _is_falsy,
+    "repetition_penalty": _one_of(1),
+    "top_logprobs": _is_falsy,
+    "tool_choice": _one_of("none", "auto"),
+    "functions": _is_falsy,
+    "function_call": _one_of("none", "auto"),
+    "response_format": _is_text_format,
+    "modalities": _one_of(["text"]),
+    "audio": _is_falsy,
+    "service_tier": _one_of("auto", "default"),
+    "store": _is_falsy,
+    "verbosity": _one_of("medium"),
+    "continue_final_message": _is_falsy,
+    "documents": _is_falsy,
+    "bad_words": _is_falsy,
+    "use_beam_search": _is_falsy,
+    "echo": _is_falsy,
+    "suffix": _is_falsy,
+    **dict.fromkeys(
+        (
+            "web_search_options",
+            "moderation",
+            "chat_template",
+            "mm_processor_kwargs",
+            "prompt_logprobs",
+            "logits_processors",
+            "guided_json",
+            "guided_regex",
+            "guided_choice",
+            "guided_grammar",
+            "structured_outputs",
+            "allowed_token_ids",
+            "truncate_prompt_tokens",
+        ),
+        _one_of(),
+    ),
+}
+
+B = TypeVar("B", bound=GenerationBody)
+
+
+def parse(kind: type[B], body: bytes) -> B:
+    """The request in `body`. Raises `BadRequestError` naming the field that is wrong or not supported."""
+    try:
+        request = kind.model_validate_json(body)
+    except ValidationError as error:
+        raise _bad_request(error.errors(include_input=False, include_url=False)[0]) from error
+    for name in sorted(request.model_fields_set & _UNSUPPORTED.keys()):
+        value = getattr(request, name)
+        if value is not None and not _UNSUPPORTED[name](value):
+            raise unsupported(name)
+    _check_together(request)
+    return request
+
+
+def unsupported(name: str) -> BadRequestError:
+    return BadRequestError(
+        f"This server does not support the given value of '{name}'.",
+        param=name,
+        code="unsupported_parameter",
+    )
+
+
+def _check_together(request: GenerationBody) -> None:
+    if request.stream_options is not None and not request.stream:
+        raise BadRequestError(
+            "'stream_options' is only allowed when 'stream' is true.",
+            param="stream_options",
+            code="invalid_value",
+        )
+    if isinstance(request, ChatCompletionRequest):
+        if request.logprobs:
+            raise unsupported("logprobs")
+        if request.tools and request.tool_choice != "none":
+            raise unsupported("tools")
+    if isinstance(request, CompletionRequest):
+        if request.logprobs is not None:
+            raise unsupported("logprobs")
+        if request.best_of is not None and request.best_of != request.num_choices:
+            raise unsupported("best_of")
+
+
+_CODES = {"missing": "missing_required_parameter", "unsupported_modality": "unsupported_value"}
+
+
+def _bad_request(details: ErrorDetails) -> BadRequestError:
+    kind = details["type"]
+    if kind == "json_invalid" or not details["loc"] and kind == "model_type":
+        return BadRequestError(f"The body must be a JSON object: {details['msg']}"[:300])
+    param = _param(details)
+    if kind == "missing" and "input" not in details and details["msg"] == "Field required":
+        message = f"Missing required parameter: '{param}'."
+    else:
+        message = f"Invalid '{param}': {_sentence(details)}"
+    fallback = "invalid_type" if kind.endswith("_type") or "tag" in kind else "invalid_value"
+    return BadRequestError(message[:500], param=param, code=_CODES.get(kind, fallback))
+
+
+def _sentence(details: ErrorDetails) -> str:
+    if details["type"] == "union_tag_not_found":
+        return "Input should be a string or a list."
+    return details["msg"]
+
+
+def _param(details: ErrorDetails) -> str:
+    """`messages[0].content[0].type` of `("messages", 0, "content", "|list", 0, "type")`."""
+    place = [part for part in details["loc"] if not str(part).startswith("|")]
+    field = details.get("ctx", {}).get("field")
+    if field is not None and details["type"] == "missing":
+        place.append(field)
+    text = ""
+    for part in place:
+        text += f"[{part}]" if isinstance(part, int) else f".{part}"
+    return text.lstrip(".")[:200]
