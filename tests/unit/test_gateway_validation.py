@@ -1,0 +1,166 @@
+"""A body is taken as OpenAI's document says, and what the engine cannot do is named, never ignored."""
+
+import json
+from typing import Any
+
+import pytest
+
+from gateway.domain.openai.schemas import ChatCompletionRequest, CompletionRequest
+from gateway.domain.openai.validation import parse
+from gateway.errors import BadRequestError
+
+TOOL = {"type": "function", "function": {"name": "f", "parameters": {}}}
+
+
+def chat(**fields: Any) -> ChatCompletionRequest:
+    body = {"model": "m", "messages": [{"role": "user", "content": "x"}], **fields}
+    return parse(ChatCompletionRequest, json.dumps(body).encode())
+
+
+def plain(**fields: Any) -> CompletionRequest:
+    return parse(CompletionRequest, json.dumps({"model": "m", "prompt": "x", **fields}).encode())
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("logprobs", True),
+        ("tools", [TOOL]),
+        ("tool_choice", "required"),
+        ("tool_choice", {"type": "function", "function": {"name": "f"}}),
+        ("functions", [{"name": "f"}]),
+        ("response_format", {"type": "json_object"}),
+        ("frequency_penalty", 1),
+        ("presence_penalty", -1.5),
+        ("repetition_penalty", 1.1),
+        ("logit_bias", {"5": 10}),
+        ("audio", {"voice": "alloy", "format": "wav"}),
+        ("modalities", ["text", "audio"]),
+        ("web_search_options", {}),
+        ("service_tier", "flex"),
+        ("store", True),
+        ("guided_json", {}),
+        ("guided_choice", ["a"]),
+        ("structured_outputs", {"json": {}}),
+        ("prompt_logprobs", 0),
+        ("continue_final_message", True),
+        ("chat_template", "{{ messages }}"),
+    ],
+)
+def test_what_the_engine_cannot_do_is_named(name: str, value: Any):
+    with pytest.raises(BadRequestError) as caught:
+        chat(**{name: value})
+    assert (caught.value.param, caught.value.code) == (name, "unsupported_parameter")
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("echo", True), ("suffix", "x"), ("logprobs", 0), ("best_of", 2)]
+)
+def test_what_plain_completions_cannot_do_is_named(name: str, value: Any):
+    with pytest.raises(BadRequestError) as caught:
+        plain(**{name: value})
+    assert (caught.value.param, caught.value.code) == (name, "unsupported_parameter")
+
+
+def test_null_is_not_given():
+    fields = set(ChatCompletionRequest.model_fields) - {"model", "messages"}
+    assert chat(**dict.fromkeys(fields)) == chat()
+
+
+def test_values_that_ask_for_nothing_are_taken():
+    chat(
+        logprobs=False,
+        tools=[],
+        tool_choice="auto",
+        response_format={"type": "text"},
+        frequency_penalty=0,
+        presence_penalty=0.0,
+        repetition_penalty=1,
+        logit_bias={},
+        modalities=["text"],
+        service_tier="auto",
+        store=False,
+        parallel_tool_calls=True,
+        a_field_of_next_year={"x": 1},
+    )
+    chat(tools=[TOOL], tool_choice="none")
+    plain(echo=False, best_of=1)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("temperature", -0.1),
+        ("temperature", 2.1),
+        ("temperature", "1"),
+        ("top_p", 1.1),
+        ("n", True),
+        ("n", 1.5),
+        ("top_logprobs", 21),
+        ("presence_penalty", 2.01),
+        ("logit_bias", [1]),
+        ("stop", []),
+        ("stop", ["a"] * 5),
+        ("stop", ""),
+        ("stop", 5),
+        ("stream", "yes"),
+        ("stream_options", []),
+        ("min_p", 2),
+        ("top_k", -2),
+        ("seed", 2**63),
+        ("max_completion_tokens", 0),
+        ("chat_template_kwargs", []),
+    ],
+)
+def test_out_of_range_or_of_another_type(name: str, value: Any):
+    with pytest.raises(BadRequestError) as caught:
+        chat(**{name: value})
+    assert (caught.value.param or "").split("[")[0].split(".")[0] == name
+    assert len(caught.value.message) < 600
+
+
+@pytest.mark.parametrize(
+    ("message", "param"),
+    [
+        ({"content": "x"}, "messages[0].role"),
+        ({"role": "wizard", "content": "x"}, "messages[0].role"),
+        ({"role": "user"}, "messages[0].content"),
+        ({"role": "assistant", "content": None}, "messages[0].content"),
+        ({"role": "tool", "content": "x"}, "messages[0].tool_call_id"),
+        (
+            {"role": "assistant", "tool_calls": [{"id": "1", "function": {"name": "f"}}]},
+            "messages[0].tool_calls[0].function.arguments",
+        ),
+        ("x", "messages[0]"),
+    ],
+)
+def test_messages_that_are_none(message: Any, param: str):
+    with pytest.raises(BadRequestError) as caught:
+        chat(messages=[message])
+    assert caught.value.param == param
+
+
+def test_an_assistant_turn_with_tool_calls_needs_no_content():
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    chat(messages=[{"role": "assistant", "tool_calls": [call]}])
+
+
+@pytest.mark.parametrize(
+    ("prompt", "expected"),
+    [
+        ("a", ["a"]),
+        ("", [""]),
+        (["a", "b"], ["a", "b"]),
+        ([1, 2], [[1, 2]]),
+        ([[1, 2], [3]], [[1, 2], [3]]),
+    ],
+)
+def test_shapes_of_a_prompt(prompt: Any, expected: Any):
+    assert plain(prompt=prompt).prompts() == expected
+
+
+@pytest.mark.parametrize("prompt", [[], 5, [1, "a"], [[]], [-1], [1.5], {"a": 1}, ["a"] * 129])
+def test_what_is_no_prompt(prompt: Any):
+    with pytest.raises(BadRequestError) as caught:
+        plain(prompt=prompt)
+    assert caught.value.param == "prompt"
