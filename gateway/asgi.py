@@ -7,9 +7,9 @@ import secrets
 import signal
 import socket
 import threading
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
-from typing import Any
+from typing import Any, cast
 
 import uvicorn
 import uvloop
@@ -17,7 +17,6 @@ from litestar import Litestar, Request, Response
 from litestar.di import Provide
 from litestar.exceptions import HTTPException
 from litestar.openapi import OpenAPIConfig
-from litestar.openapi.spec import Components
 from litestar.types import ExceptionHandlersMap, Message, Scope
 
 from gateway.db.engine import Database
@@ -25,7 +24,6 @@ from gateway.dispatch import Dispatcher
 from gateway.domain.accounts.controllers import KeyController
 from gateway.domain.accounts.services import AccountService
 from gateway.domain.openai.controllers import OpenAIController
-from gateway.domain.openai.schemas import ChatCompletionRequest, CompletionRequest
 from gateway.domain.openai.services import CompletionService
 from gateway.domain.system.controllers import SystemController
 from gateway.domain.system.services import Metrics
@@ -45,6 +43,8 @@ logger = logging.getLogger(__name__)
 
 _CLEAN_ID = re.compile(rb"[\x21-\x7e]{1,128}")
 _KEEP_ALIVE_S = 75
+_CUT_AFTER_S = 5
+"""What answers that were told to end may take to say so."""
 
 
 def create_app(settings: GatewaySettings) -> Litestar:
@@ -77,22 +77,12 @@ def create_app(settings: GatewaySettings) -> Litestar:
         exception_handlers=_exception_handlers(),
         before_send=[_add_request_id],
         request_max_body_size=settings.max_body_bytes,
-        openapi_config=_openapi_config(),
+        openapi_config=OpenAPIConfig(title="tpugate", version="1", path="/schema"),
         logging_config=None,
     )
     app.state["accounts"] = accounts
+    app.state["dispatcher"] = dispatcher
     return app
-
-
-def _openapi_config() -> OpenAPIConfig:
-    schemas: dict[str, Any] = {}
-    for kind in (ChatCompletionRequest, CompletionRequest):
-        schema = kind.model_json_schema(ref_template="#/components/schemas/{model}")
-        schemas.update(schema.pop("$defs", {}))
-        schemas[kind.__name__] = schema
-    return OpenAPIConfig(
-        title="tpugate", version="1", path="/schema", components=Components(schemas=schemas)
-    )
 
 
 def _exception_handlers() -> ExceptionHandlersMap:
@@ -159,7 +149,25 @@ async def _add_request_id(message: Message, scope: Scope) -> None:
 
 
 class _Server(uvicorn.Server):
-    """uvicorn's server, but a signal that asked it to stop is not raised again: a clean stop exits with 0."""
+    """uvicorn's server that stops politely.
+
+    A signal that asked it to stop is not raised again, so that a clean stop exits with 0; and answers that
+    still run when the grace is over end with an error object instead of a cut connection.
+    """
+
+    def __init__(
+        self, config: uvicorn.Config, grace_s: float, end_answers: Callable[[], None]
+    ) -> None:
+        super().__init__(config)
+        self._grace_s = grace_s
+        self._end_answers = end_answers
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        timer = asyncio.get_running_loop().call_later(self._grace_s, self._end_answers)
+        try:
+            await super().shutdown(sockets)
+        finally:
+            timer.cancel()
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -180,8 +188,9 @@ async def serve(settings: GatewaySettings) -> None:
     listener = _listen(settings.host, settings.port)
     with listener:
         await _check_data_folder(settings)
+        app = create_app(settings)
         config = uvicorn.Config(
-            create_app(settings),
+            app,
             loop="uvloop",
             http="httptools",
             ws="none",
@@ -190,9 +199,10 @@ async def serve(settings: GatewaySettings) -> None:
             access_log=False,
             server_header=False,
             timeout_keep_alive=_KEEP_ALIVE_S,
-            timeout_graceful_shutdown=settings.graceful_shutdown_s,
+            timeout_graceful_shutdown=settings.graceful_shutdown_s + _CUT_AFTER_S,
         )
-        server = _Server(config)
+        dispatcher = cast(Dispatcher, app.state["dispatcher"])
+        server = _Server(config, settings.graceful_shutdown_s, dispatcher.end_answers)
         logger.info("listening on http://%s:%d", *listener.getsockname()[:2])
         await server.serve(sockets=[listener])
         if not server.started:

@@ -91,11 +91,6 @@ class Directory:
 
     def lookup(self, model: str) -> ServedModel:
         """The model, if it can take a request now. Raises `UnavailableError` or `UnknownModelError`."""
-        if not self.connected:
-            raise UnavailableError(
-                "The request queue cannot be reached. Try again shortly.",
-                retry_after_s=self._retry_after_s,
-            )
         if model not in self._known:
             raise unknown_model(model)
         if not self.is_ready(model):

@@ -20,7 +20,7 @@ from collections.abc import Sequence
 
 from litestar.types import Receive
 
-from gateway.directory import Directory
+from gateway.directory import Directory, ServedModel
 from gateway.errors import (
     AnswerLostError,
     ClientGoneError,
@@ -105,16 +105,10 @@ class Exchange:
                 self._take_over(worker_id, deltas)
                 return
 
-    def give_up(self, retry_after_s: int) -> None:
-        """Nobody is left to answer."""
+    def fail(self, error: GatewayError) -> None:
+        """End the job with `error`, unless this exchange has ended already."""
         if not self.done:
-            self._job.fail(
-                UnavailableError(
-                    "All workers of this model are gone. Try again later.",
-                    code="model_not_ready",
-                    retry_after_s=retry_after_s,
-                )
-            )
+            self._job.fail(error)
 
     def _take_over(self, worker_id: str, deltas: list[OutputDelta]) -> None:
         self._job.forget(self)
@@ -278,6 +272,25 @@ class Dispatcher:
                 await task
         await self._redis.aclose()
 
+    def lookup(self, model: str) -> ServedModel:
+        """The model, if it can take a request now. Raises `UnavailableError` or `UnknownModelError`."""
+        if not self.connected:
+            raise UnavailableError(
+                "The request queue cannot be reached. Try again shortly.",
+                retry_after_s=self._settings.retry_after_unavailable_s,
+            )
+        return self.directory.lookup(model)
+
+    def end_answers(self) -> None:
+        """Fail everything in flight: the process stops."""
+        for exchange in list(self._active.values()):
+            exchange.fail(
+                UnavailableError(
+                    "The server is stopping. Send the request again.",
+                    retry_after_s=self._settings.retry_after_unavailable_s,
+                )
+            )
+
     async def submit(self, requests: Sequence[GenerateRequest], *, streaming: bool) -> Job:
         """Queue all of them (one model) or none. Raises `QueueFullError` or `UnavailableError`."""
         job = Job(self, requests, streaming=streaming)
@@ -325,7 +338,14 @@ class Dispatcher:
         for exchange in list(self._active.values()):
             exchange.check_producer(alive)
             if exchange.request.model in deserted:
-                exchange.give_up(self._settings.retry_after_unavailable_s)
+                exchange.fail(self._deserted())
+
+    def _deserted(self) -> UnavailableError:
+        return UnavailableError(
+            "All workers of this model are gone. Try again later.",
+            code="model_not_ready",
+            retry_after_s=self._settings.retry_after_unavailable_s,
+        )
 
     async def _recover(self) -> None:
         """After a reconnection: requests nobody has answered and that Redis no longer holds are queued again."""

@@ -29,13 +29,14 @@ class GatewayUnderTest(ProcessUnderTest):
 
     def __init__(self, redis_url: str, data_dir: Path, **settings: str) -> None:
         self.data_dir = data_dir
+        self.data_dir = data_dir
         self.port = int(settings.pop("port", 0)) or free_port()
         data_dir.mkdir(parents=True, exist_ok=True)
         self.url = f"http://127.0.0.1:{self.port}"
         super().__init__(
             "-c",
             _RUN,
-            output=data_dir / "gateway.log",
+            output=data_dir / f"gateway-{self.port}.log",
             **{
                 "redis_url": redis_url,
                 "data_dir": str(data_dir),

@@ -30,8 +30,11 @@ def start_gateway(redis_url: str, tmp_path: Path) -> Iterator[StartGateway]:
     """`start_gateway(queue_limit="2")`: a gateway process that listens, killed at the end of the test."""
     gateways: list[GatewayUnderTest] = []
 
-    def start(url: str = redis_url, **settings: str) -> GatewayUnderTest:
-        gateway = GatewayUnderTest(url, tmp_path / f"gateway-{len(gateways)}", **settings)
+    def start(
+        url: str = redis_url, data_dir: Path | None = None, **settings: str
+    ) -> GatewayUnderTest:
+        folder = data_dir or tmp_path / f"gateway-{len(gateways)}"
+        gateway = GatewayUnderTest(url, folder, **settings)
         gateways.append(gateway)
         gateway.wait_for_listening()
         return gateway

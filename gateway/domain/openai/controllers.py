@@ -1,30 +1,52 @@
 """OpenAI's routes. Bodies are parsed by the service, so that errors are OpenAI's and not a framework's."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from litestar import Controller, get, post
-from litestar.openapi.spec import OpenAPIMediaType, Operation, Reference, RequestBody
+from litestar.openapi.spec import OpenAPIMediaType, Operation, RequestBody
 from litestar.types import ASGIApp
+from pydantic import BaseModel
 
 from gateway.domain.accounts.guards import requires_key
-from gateway.domain.openai.schemas import ModelInfo, ModelList
+from gateway.domain.openai.schemas import (
+    ChatCompletionRequest,
+    CompletionRequest,
+    ModelInfo,
+    ModelList,
+)
 from gateway.domain.openai.services import CompletionService, HttpRequest
 
 
-def _body_of(name: str) -> RequestBody:
-    schema = Reference(ref=f"#/components/schemas/{name}")
-    return RequestBody(content={"application/json": OpenAPIMediaType(schema=schema)}, required=True)
+def _body_of(kind: type[BaseModel]) -> RequestBody:
+    """The schema with its definitions in place: the framework's registry takes no foreign ones."""
+    schema = kind.model_json_schema()
+    inlined = _inline(schema, schema.pop("$defs", {}))
+    return RequestBody(
+        content={"application/json": OpenAPIMediaType(schema=inlined)}, required=True
+    )
+
+
+def _inline(node: Any, definitions: dict[str, Any]) -> Any:  # noqa: ANN401
+    if isinstance(node, list):
+        return [_inline(item, definitions) for item in node]
+    if not isinstance(node, dict):
+        return node
+    if "$ref" in node:
+        return _inline(definitions[node["$ref"].rsplit("/", 1)[1]], definitions)
+    return {name: _inline(item, definitions) for name, item in node.items()}
 
 
 @dataclass
 class _ChatOperation(Operation):
-    request_body: Any = field(default_factory=lambda: _body_of("ChatCompletionRequest"))
+    def __post_init__(self) -> None:
+        self.request_body = _body_of(ChatCompletionRequest)
 
 
 @dataclass
 class _CompletionOperation(Operation):
-    request_body: Any = field(default_factory=lambda: _body_of("CompletionRequest"))
+    def __post_init__(self) -> None:
+        self.request_body = _body_of(CompletionRequest)
 
 
 class OpenAIController(Controller):

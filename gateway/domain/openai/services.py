@@ -40,7 +40,7 @@ class CompletionService:
         """Answer /v1/chat/completions; everything a client can get wrong is raised before anything is queued."""
         started_s = time.monotonic()
         body = parse(ChatCompletionRequest, await request.body())
-        served = self._dispatcher.directory.lookup(body.model)
+        served = self._dispatcher.lookup(body.model)
         inline_bytes = self._settings.inline_text_bytes
         prompt = await chat_prompt(served, body, request.headers, inline_bytes)
         plan = _plan(served, body, started_s)
@@ -50,7 +50,7 @@ class CompletionService:
         """Answer /v1/completions, one or many prompts."""
         started_s = time.monotonic()
         body = parse(CompletionRequest, await request.body())
-        served = self._dispatcher.directory.lookup(body.model)
+        served = self._dispatcher.lookup(body.model)
         inline_bytes = self._settings.inline_text_bytes
         prompts = await completion_prompts(served, body, request.headers, inline_bytes)
         if len(prompts) > self._settings.queue_limit:

@@ -1,0 +1,65 @@
+"""Keys open what their role may do, are kept as hashes only, and stop working when they are revoked."""
+
+import re
+import stat
+
+import httpx
+
+from gateway.domain.accounts.services import KEY_PREFIX
+from tests.fakes.gateway import GatewayUnderTest, assert_error
+from tests.integration.conftest import StartGateway
+
+KEYS = "/admin/api/keys"
+
+
+def as_holder(gateway: GatewayUnderTest, key: str, path: str = "/v1/models") -> httpx.Response:
+    return httpx.get(gateway.url + path, headers={"authorization": f"Bearer {key}"})
+
+
+def test_a_key_from_birth_to_revocation(start_gateway: StartGateway):
+    gateway = start_gateway(key_cache_s="0")
+    made = gateway.client.post(KEYS, json={"name": "ci"})
+    assert made.status_code == 201
+    key, key_id = made.json()["key"], made.json()["id"]
+    assert key.startswith(KEY_PREFIX)
+    assert as_holder(gateway, key).status_code == 200
+    assert_error(as_holder(gateway, key, KEYS), 403, code="insufficient_permissions")
+    listed = gateway.client.get(KEYS).json()["data"]
+    assert [(item["name"], item["role"]) for item in listed[1:]] == [("ci", "member")]
+    assert key not in gateway.client.get(KEYS).text
+    assert gateway.client.delete(f"{KEYS}/{key_id}").status_code == 204
+    assert_error(as_holder(gateway, key), 401, code="invalid_api_key")
+    for path in gateway.data_dir.iterdir():
+        assert key.encode() not in path.read_bytes()
+
+
+def test_mistakes_of_an_admin(start_gateway: StartGateway):
+    gateway = start_gateway()
+    assert_error(gateway.client.post(KEYS, json={}), 400, param="name")
+    assert_error(gateway.client.post(KEYS, json={"name": "x", "role": "king"}), 400, param="role")
+    assert_error(gateway.client.post(KEYS, content=b"{"), 400)
+    nobody = "00000000-0000-0000-0000-000000000000"
+    assert_error(gateway.client.delete(f"{KEYS}/{nobody}"), 404, param="key_id")
+
+
+def test_the_first_start_makes_an_admin_key_and_shows_it_once(start_gateway: StartGateway):
+    gateway = start_gateway(admin_key="")
+    path = gateway.data_dir / "admin.key"
+    key = path.read_text()
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert stat.S_IMODE((gateway.data_dir / "secret.key").stat().st_mode) == 0o600
+    assert re.findall(r"tpg-[\w-]+", gateway.output) == [key]
+    assert as_holder(gateway, key, KEYS).status_code == 200
+    gateway.kill()
+    again = start_gateway(admin_key="", data_dir=gateway.data_dir)
+    assert as_holder(again, key, KEYS).status_code == 200
+    assert key not in again.output
+
+
+def test_the_environment_replaces_the_admin_key(start_gateway: StartGateway):
+    first = start_gateway()
+    first.kill()
+    new_key = "tpg-another-admin-key-0002"
+    second = start_gateway(admin_key=new_key, data_dir=first.data_dir)
+    assert as_holder(second, new_key, KEYS).status_code == 200
+    assert_error(second.client.get(KEYS), 401, code="invalid_api_key")
