@@ -5,7 +5,6 @@ tokenizer takes a second to build, which happens in a thread.
 """
 
 import asyncio
-import contextlib
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -136,8 +135,9 @@ class Directory:
         await self._read_depths(sorted(self._known))
         for model in named:
             await self._refresh_card(model)
-        for gone in self.models.keys() - named:
-            del self.models[gone]
+        for gone in self._card_readers.keys() - named:
+            del self._card_readers[gone]
+            self.models.pop(gone, None)
 
     async def _read_statuses(self, worker_ids: list[str]) -> None:
         payloads = (
@@ -181,17 +181,16 @@ class Directory:
 
     async def _refresh_card(self, model: str) -> None:
         readers = self._ready.get(model, frozenset())
-        if model in self.models and (not readers or self._card_readers.get(model) == readers):
+        if self._card_readers.get(model) == readers:
             return
         payload = await self._redis.get(card_key(model))
         if payload is None:
             return
-        with contextlib.suppress(msgspec.DecodeError, msgspec.ValidationError, ModelError):
-            card = decode(ModelCard, cast(bytes, payload))
-            self.models[model] = await self._serve(card)
-            self._card_readers[model] = readers
-            return
-        logger.warning("the card of model %s cannot be used", model)
+        self._card_readers[model] = readers
+        try:
+            self.models[model] = await self._serve(decode(ModelCard, cast(bytes, payload)))
+        except (msgspec.DecodeError, msgspec.ValidationError, ModelError) as error:
+            logger.warning("the card of model %s cannot be used: %s", model, error)
 
     async def _serve(self, card: ModelCard) -> ServedModel:
         old = self.models.get(card.model)

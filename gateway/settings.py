@@ -41,7 +41,8 @@ class GatewaySettings(BaseModel):
     """Silence after which a stream gets a comment line, so that proxies keep it open."""
     poll_interval_s: float = Field(default=0.5, gt=0)
     """How often heartbeats of workers are read."""
-    redis_timeout_s: float = Field(default=5.0, gt=0)
+    redis_timeout_s: float = Field(default=5.0, ge=2)
+    """Longer than a blocking read, which is one second."""
     key_cache_s: float = Field(default=5.0, ge=0)
     """How long a revoked key may still work on this gateway."""
     inline_text_bytes: int = Field(default=8 * 1024, ge=0)
@@ -56,6 +57,11 @@ class GatewaySettings(BaseModel):
     @classmethod
     def _absolute(cls, value: Path) -> Path:
         return value.expanduser().absolute()
+
+    @field_validator("log_level", mode="before")
+    @classmethod
+    def _upper(cls, value: object) -> object:
+        return value.upper() if isinstance(value, str) else value
 
     @field_validator("redis_url")
     @classmethod
