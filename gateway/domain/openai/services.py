@@ -1,5 +1,6 @@
 """The completion endpoints: check, render, queue, answer."""
 
+import asyncio
 import time
 
 from litestar.connection import Request
@@ -20,7 +21,7 @@ from gateway.domain.openai.schemas import (
 )
 from gateway.domain.openai.validation import parse
 from gateway.domain.system.services import Metrics
-from gateway.errors import BadRequestError, GatewayError
+from gateway.errors import BadRequestError, BodyTimeoutError, GatewayError
 from gateway.settings import GatewaySettings
 from gateway.sse import EventStream
 from workers.protocol import GenerateRequest
@@ -39,7 +40,7 @@ class CompletionService:
     async def chat(self, request: HttpRequest) -> ASGIApp:
         """Answer /v1/chat/completions; everything a client can get wrong is raised before anything is queued."""
         started_s = time.monotonic()
-        body = parse(ChatCompletionRequest, await request.body())
+        body = parse(ChatCompletionRequest, await self._read_body(request))
         served = self._dispatcher.lookup(body.model)
         inline_bytes = self._settings.inline_text_bytes
         prompt = await chat_prompt(served, body, request.headers, inline_bytes)
@@ -49,7 +50,7 @@ class CompletionService:
     async def complete(self, request: HttpRequest) -> ASGIApp:
         """Answer /v1/completions, one or many prompts."""
         started_s = time.monotonic()
-        body = parse(CompletionRequest, await request.body())
+        body = parse(CompletionRequest, await self._read_body(request))
         served = self._dispatcher.lookup(body.model)
         inline_bytes = self._settings.inline_text_bytes
         prompts = await completion_prompts(served, body, request.headers, inline_bytes)
@@ -82,6 +83,13 @@ class CompletionService:
             owned_by=card.owned_by,
             max_model_len=card.context_len,
         )
+
+    async def _read_body(self, request: HttpRequest) -> bytes:
+        try:
+            async with asyncio.timeout(self._settings.body_timeout_s):
+                return await request.body()
+        except TimeoutError as error:
+            raise BodyTimeoutError("The body did not arrive in time.") from error
 
     async def _answer(
         self, request: HttpRequest, body: GenerationBody, plan: Plan, prompts: list[Prompt]
