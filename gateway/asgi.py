@@ -42,6 +42,7 @@ from gateway.settings import GatewaySettings
 logger = logging.getLogger(__name__)
 
 _CLEAN_ID = re.compile(rb"[\x21-\x7e]{1,128}")
+_ID_STATE = "tpugate_request_id"
 _KEEP_ALIVE_S = 75
 _CUT_AFTER_S = 5
 """What answers that were told to end may take to say so."""
@@ -135,17 +136,24 @@ def _from_framework(error: HTTPException) -> BadRequestError:
 
 
 def _handle_unexpected(request: Request[Any, Any, Any], error: Exception) -> Response[bytes]:
-    logger.error("%s %s failed", request.method, request.url.path, exc_info=error)
+    request_id = _request_id(request.scope).decode()
+    logger.error("request %s to %s failed", request_id, request.url.path, exc_info=error)
     return _handle_gateway_error(request, ServerError("The server failed on this request."))
 
 
 async def _add_request_id(message: Message, scope: Scope) -> None:
-    """Echo the client's x-request-id if it is clean, else give one of ours; log and support refer to it."""
-    if message["type"] != "http.response.start":
-        return
-    given = next((value for name, value in scope["headers"] if name == b"x-request-id"), b"")
-    request_id = given if _CLEAN_ID.fullmatch(given) else b"req_" + secrets.token_hex(16).encode()
-    message["headers"] = [*message["headers"], (b"x-request-id", request_id)]
+    if message["type"] == "http.response.start":
+        message["headers"] = [*message["headers"], (b"x-request-id", _request_id(scope))]
+
+
+def _request_id(scope: Scope) -> bytes:
+    """The client's x-request-id if it is clean, else one of ours; the answer's header and the log agree on it."""
+    state = scope["state"]
+    if _ID_STATE not in state:
+        given = next((value for name, value in scope["headers"] if name == b"x-request-id"), b"")
+        clean = _CLEAN_ID.fullmatch(given) is not None
+        state[_ID_STATE] = given if clean else b"req_" + secrets.token_hex(16).encode()
+    return cast(bytes, state[_ID_STATE])
 
 
 class _Server(uvicorn.Server):

@@ -104,6 +104,7 @@ class BodyTooLargeError(GatewayError):
 class ClientGoneError(GatewayError):
     status = 499
     type = "invalid_request_error"
+    code = "client_gone"
 
 
 class QueueFullError(GatewayError):

@@ -417,6 +417,20 @@ def test_x11_a_worker_that_is_still_compiling(peer: GatewayPeer, start_gateway: 
     assert peer.redis.xlen(requests_stream("m-small")) == 0
 
 
+def test_x11_a_worker_that_stands_still_is_not_ready(
+    peer: GatewayPeer, start_worker: Any, start_gateway: StartGateway
+):
+    gateway = start_gateway()
+    worker = start_worker("a")
+    gateway.wait_for_ready()
+    worker.send(signal.SIGSTOP)
+    wait_until(lambda: gateway.status_of("/ready") == 503, "the stopped worker is missed")
+    assert_error(gateway.chat(), 503, code="model_not_ready")
+    worker.send(signal.SIGCONT)
+    gateway.wait_for_ready()
+    assert gateway.chat().status_code == 200
+
+
 def test_x11_no_request_waits_for_ever(
     peer: GatewayPeer, start_worker: Any, start_gateway: StartGateway
 ):
