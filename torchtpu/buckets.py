@@ -16,6 +16,8 @@ from dataclasses import dataclass
 from functools import cached_property
 
 MIN_ROWS = 8
+SEGMENT_SAMPLES = 8
+"""Logits rows beside decode rows in every bucket with prefill: few sizes mean few sampling programs."""
 
 
 @dataclass(frozen=True, order=True)
@@ -50,8 +52,8 @@ class Bucket:
 
     @property
     def num_samples(self) -> int:
-        """Rows that get logits: each decode row and the last token of each segment."""
-        return self.rows + self.prefill.segments
+        """Rows that get logits: each decode row, and room for the last token of each segment."""
+        return self.rows + (SEGMENT_SAMPLES if self.prefill.segments else 0)
 
     @property
     def name(self) -> str:
@@ -86,8 +88,8 @@ class BucketLadder:
             raise ValueError(
                 "the largest rows and contexts must be the same with and without prefill"
             )
-        if not self.prefill:
-            raise ValueError("there must be a prefill shape")
+        if not self.prefill or max(s.segments for s in self.prefill) > SEGMENT_SAMPLES:
+            raise ValueError(f"prefill shapes have 1 to {SEGMENT_SAMPLES} segments, and there is one")
 
     @cached_property
     def buckets(self) -> tuple[Bucket, ...]:

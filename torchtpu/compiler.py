@@ -19,6 +19,7 @@ import pickle
 import tempfile
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -65,27 +66,37 @@ class ProgramCompiler:
         self._cache_dir = cache_dir
         self.road = probe(device)
         self.counters = CompileCounters()
+        # One thread: it and the tracing thread keep two cores busy, and counters need no lock.
+        self._threads = ThreadPoolExecutor(1, thread_name_prefix="compile")
 
-    def compile(
+    def start(
         self, name: str, function: StepFunction, inputs: Sequence[Tensor], donated: Sequence[int]
-    ) -> Program:
+    ) -> "Future[Program]":
         """The program of `function` for inputs of these shapes, dtypes and strides.
 
-        `donated` are the indices of inputs that the function updates in place and returns.
+        `donated` are the indices of inputs that the function updates in place and returns. Tracing is
+        Python and happens before this returns; XLA compiles in another thread, so that the next
+        function can be traced meanwhile.
         """
         if self.road is Road.EAGER:
-            return _eager(function)
+            return _done(_eager(function))
         if self.road is Road.COMPILED:
             self.counters.num_compiled += 1
-            return _eager(torch.compile(function, backend="tpu", dynamic=False))
+            return _done(_eager(torch.compile(function, backend="tpu", dynamic=False)))
         key = self._key(name, inputs, donated)
         executable = self._load(key)
-        if executable is None:
-            executable = _static_compile(function, inputs, donated)
-            self.counters.num_compiled += 1
-            self._store(key, executable)
-        else:
+        if executable is not None:
             self.counters.num_loaded += 1
+            return _done(cast(Program, executable))
+        graph = _trace(function, inputs)
+        return self._threads.submit(self._finish, key, graph, list(inputs), list(donated))
+
+    def _finish(
+        self, key: str, graph: torch.fx.GraphModule, inputs: list[Tensor], donated: list[int]
+    ) -> Program:
+        executable = _static_compile(graph, inputs, donated)
+        self.counters.num_compiled += 1
+        self._store(key, executable)
         return cast(Program, executable)
 
     def total_compilations(self) -> int:
@@ -143,7 +154,8 @@ def probe(device: Device) -> Road:
             cache[:1] = cache[:1] + one[:1]
             return (cache,)
 
-        program = cast(Program, _static_compile(add, [ones, ones.clone()], [0]))
+        example = [ones, ones.clone()]
+        program = cast(Program, _static_compile(_trace(add, example), example, [0]))
         (result,) = program([ones, torch.ones(8).to(device.torch_device)])
         if result.cpu().tolist() == [2.0] + [1.0] * 7:
             return Road.DONATED
@@ -158,15 +170,26 @@ def backend_compilations() -> int:
     return int(tpu._get_cache_misses()) if tpu is not None else 0
 
 
-def _static_compile(
-    function: StepFunction, inputs: Sequence[Tensor], donated: Sequence[int]
-) -> object:
+def _trace(function: StepFunction, inputs: Sequence[Tensor]) -> torch.fx.GraphModule:
     from torch.fx.experimental.proxy_tensor import make_fx
+
+    with torch.no_grad():
+        return make_fx(function, tracing_mode="fake")(*inputs)
+
+
+def _static_compile(
+    graph: torch.fx.GraphModule, inputs: list[Tensor], donated: list[int]
+) -> object:
     from torch_tpu._internal.compile import compiler
 
     with torch.no_grad():
-        graph = make_fx(function, tracing_mode="fake")(*inputs)
-        return compiler.StaticCompiler()(graph, list(inputs), donated_inputs=list(donated))
+        return compiler.StaticCompiler()(graph, inputs, donated_inputs=donated)
+
+
+def _done(program: Program) -> "Future[Program]":
+    future: Future[Program] = Future()
+    future.set_result(program)
+    return future
 
 
 def _eager(function: Callable[..., tuple[Tensor, ...]]) -> Program:

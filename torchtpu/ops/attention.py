@@ -1,7 +1,8 @@
 """Paged attention over one flat row of tokens, as a function of transformers' attention interface.
 
     flat row      [ decode rows 0 … R-1 | segment 0, L tokens | segment 1, L tokens | … ]
-    KV cache      per layer [slots, kv_heads, head_dim], slot = block * block_len + offset
+    KV cache      per layer [kv_heads · slots, head_dim], slot = block * block_len + offset;
+                  head by head, so that a head's keys of a block are one contiguous piece
 
 A layer first writes the keys and values of all tokens to their slots, then every decode row attends
 over its own blocks, and every segment gathers its blocks once for all of its tokens. So tokens of one
@@ -30,7 +31,7 @@ class StepTensors:
     """What the attention of one step needs beside q, k and v; R rows, P segments of L tokens, S context."""
 
     keys: list[Tensor]
-    """Per layer [slots, kv_heads, head_dim]; written in place."""
+    """Per layer [kv_heads · slots, head_dim]; written in place."""
     values: list[Tensor]
     slots: Tensor
     """[R + P·L] int64: where each token's key and value go; padding goes to the trash block 0."""
@@ -84,99 +85,83 @@ def paged_attention(
     index = module.layer_idx
     assert isinstance(index, int)
     keys, values = step.keys[index], step.values[index]
-    keys[step.slots] = key[0].transpose(0, 1)
-    values[step.slots] = value[0].transpose(0, 1)
+    _write(keys, step.slots, key[0])
+    _write(values, step.slots, value[0])
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    spec = _Spec(scale, sliding_window, softcap, s_aux)
+    layer = _Layer(
+        keys, values, key.shape[1], step.block_len, scale, sliding_window, softcap, s_aux
+    )
     num_rows = step.row_positions.shape[0]
     flat = query[0].transpose(0, 1)  # [N, heads, dim]
-    parts = [
-        _attend(
-            flat[:num_rows, None],
-            keys,
-            values,
-            step.row_blocks,
-            step.row_positions[:, None],
-            step.block_len,
-            spec,
-        )
-    ]
+    parts = [layer.attend(flat[:num_rows, None], step.row_blocks, step.row_positions[:, None])]
     num_segments, segment_len = step.segment_positions.shape
     if num_segments:
         segments = flat[num_rows:].reshape(num_segments, segment_len, *flat.shape[1:])
-        parts.append(
-            _attend(
-                segments,
-                keys,
-                values,
-                step.segment_blocks,
-                step.segment_positions,
-                step.block_len,
-                spec,
-            )
-        )
+        parts.append(layer.attend(segments, step.segment_blocks, step.segment_positions))
     outputs = [part.reshape(-1, *part.shape[2:]) for part in parts]
     return torch.cat(outputs)[None] if len(outputs) > 1 else outputs[0][None], None
 
 
-@dataclass(frozen=True)
-class _Spec:
-    """How a layer scores: what transformers passes to the attention function."""
+def _write(cache: Tensor, slots: Tensor, rows: Tensor) -> None:
+    """rows [kv_heads, N, dim] to slots [N] of a cache [kv_heads · slots, dim], one scatter on dim 0."""
+    kv_heads, _, dim = rows.shape
+    first = torch.arange(kv_heads, device=slots.device) * (cache.shape[0] // kv_heads)
+    cache[(first[:, None] + slots).flatten()] = rows.reshape(-1, dim)
 
+
+@dataclass(frozen=True)
+class _Layer:
+    """One layer's cache, and how it scores: what transformers passes to the attention function."""
+
+    keys: Tensor
+    values: Tensor
+    kv_heads: int
+    block_len: int
     scale: float
     sliding_window: int | None
     softcap: float | None
     sinks: Tensor | None
 
+    def attend(self, query: Tensor, blocks: Tensor, positions: Tensor) -> Tensor:
+        """query [B, L, heads, dim], blocks [B, S / block_len], positions [B, L]; gives [B, L, heads, value_dim]."""
+        batch, length, heads, dim = query.shape
+        group, context = heads // self.kv_heads, blocks.shape[1] * self.block_len
+        keys, values = self._gather(self.keys, blocks), self._gather(self.values, blocks)
+        # Each key head serves its group of query heads in one product.
+        q = query.reshape(batch, length, self.kv_heads, group, dim).permute(2, 0, 3, 1, 4)
+        q = q.reshape(self.kv_heads * batch, group * length, dim)
+        scores = torch.bmm(q, keys.transpose(1, 2)).float() * self.scale
+        if self.softcap is not None:
+            scores = self.softcap * torch.tanh(scores / self.softcap)
+        scores = scores.view(self.kv_heads, batch, group, length, context)
+        scores = scores.masked_fill(~self._seen(positions, context)[None, :, None], MASKED)
+        weights = _softmax(scores, self.sinks).to(values.dtype)
+        weights = weights.view(self.kv_heads * batch, group * length, context)
+        out = torch.bmm(weights, values)
+        out = out.view(self.kv_heads, batch, group, length, -1).permute(1, 3, 0, 2, 4)
+        return out.reshape(batch, length, heads, -1)
 
-def _attend(  # noqa: PLR0913 -- the operands of one formula
-    query: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    blocks: Tensor,
-    positions: Tensor,
-    block_len: int,
-    spec: _Spec,
-) -> Tensor:
-    """query [B, L, heads, dim], blocks [B, S / block_len], positions [B, L]; gives [B, L, heads, value_dim]."""
-    batch, length, heads, dim = query.shape
-    kv_heads = keys.shape[1]
-    group = heads // kv_heads
-    context = blocks.shape[1] * block_len
-    k = _gather(keys, blocks, block_len)  # [B, S, kv_heads, dim]
-    v = _gather(values, blocks, block_len)
-    # [B, kv_heads, group·L, dim]: each key head serves its group of query heads in one product
-    q = query.reshape(batch, length, kv_heads, group, dim).permute(0, 2, 3, 1, 4)
-    q = q.reshape(batch, kv_heads, group * length, dim)
-    scores = torch.matmul(q, k.permute(0, 2, 3, 1)).float() * spec.scale
-    if spec.softcap is not None:
-        scores = spec.softcap * torch.tanh(scores / spec.softcap)
-    scores = scores.view(batch, kv_heads, group, length, context)
-    key_positions = torch.arange(context, device=query.device)
-    seen = key_positions <= positions[..., None]  # [B, L, S]
-    if spec.sliding_window is not None:
-        seen = seen & (key_positions > positions[..., None] - spec.sliding_window)
-    scores = scores.masked_fill(~seen[:, None, None], MASKED)
-    weights = _softmax(scores, spec.sinks).to(v.dtype)
-    weights = weights.reshape(batch, kv_heads, group * length, context)
-    out = torch.matmul(weights, v.permute(0, 2, 1, 3))
-    out = out.view(batch, kv_heads, group, length, -1).permute(0, 3, 1, 2, 4)
-    return out.reshape(batch, length, heads, -1)
+    def _gather(self, cache: Tensor, blocks: Tensor) -> Tensor:
+        """Blocks [B, n] of a cache to [kv_heads · B, n · block_len, dim]."""
+        dim = cache.shape[-1]
+        by_block = cache.view(self.kv_heads, -1, self.block_len * dim)
+        return by_block[:, blocks].reshape(self.kv_heads * blocks.shape[0], -1, dim)
 
-
-def _gather(cache: Tensor, blocks: Tensor, block_len: int) -> Tensor:
-    """[slots, kv_heads, dim] and [B, n] blocks to [B, n · block_len, kv_heads, dim]."""
-    tail = cache.shape[1:]
-    gathered = cache.view(-1, block_len, *tail)[blocks]
-    return gathered.reshape(blocks.shape[0], blocks.shape[1] * block_len, *tail)
+    def _seen(self, positions: Tensor, context: int) -> Tensor:
+        """[B, L, S] bool: keys at or before the query, and inside its window."""
+        key_positions = torch.arange(context, device=positions.device)
+        seen = key_positions <= positions[..., None]
+        if self.sliding_window is not None:
+            seen = seen & (key_positions > positions[..., None] - self.sliding_window)
+        return seen
 
 
 def _softmax(scores: Tensor, sinks: Tensor | None) -> Tensor:
-    """Over the last dimension of [B, kv_heads, group, L, S]; a sink takes its share and gives nothing."""
+    """Over the last dimension of [kv_heads, B, group, L, S]; a sink takes its share and gives nothing."""
     if sinks is None:
         return scores.softmax(-1)
-    batch, kv_heads, group, length, _ = scores.shape
-    column = sinks.float().view(1, kv_heads, group, 1, 1).expand(batch, -1, -1, length, 1)
+    kv_heads, batch, group, length, _ = scores.shape
+    column = sinks.float().view(kv_heads, 1, group, 1, 1).expand(-1, batch, -1, length, 1)
     return torch.cat([scores, column], -1).softmax(-1)[..., :-1]
 
 

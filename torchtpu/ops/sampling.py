@@ -24,8 +24,18 @@ def sample(logits: Tensor, greedy: Tensor, params: Tensor) -> Tensor:
     scaled = logits.float() / torch.where(is_greedy, 1.0, temperature)[:, None]
     allowed = _allowed(scaled, top_k, top_p, min_p)
     noisy = scaled + gumbel(seed, position, logits.shape[-1])
-    drawn = noisy.masked_fill(~allowed, float("-inf")).argmax(-1).to(torch.int32)
+    drawn = argmax(noisy.masked_fill(~allowed, float("-inf")))
     return torch.where(is_greedy, greedy, drawn)
+
+
+def argmax(values: Tensor) -> Tensor:
+    """The first index [N] int32 of the largest of [N, V].
+
+    Two plain reductions: XLA:CPU runs the one that carries value and index 19 times slower.
+    """
+    index = torch.arange(values.shape[-1], dtype=torch.int32, device=values.device)
+    is_largest = values == values.amax(-1, keepdim=True)
+    return torch.where(is_largest, index, values.shape[-1] - 1).amin(-1).to(torch.int32)
 
 
 def gumbel(seed: Tensor, position: Tensor, vocab_size: int) -> Tensor:

@@ -7,6 +7,7 @@ tensors are gone: `reset_cache` makes new ones, and the engine rebuilds its sequ
 """
 
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from torchtpu.buckets import Bucket, BucketLadder
+from torchtpu.buckets import SEGMENT_SAMPLES, Bucket, BucketLadder
 from torchtpu.compiler import CompileCounters, Program, ProgramCompiler
 from torchtpu.device import Device
 from torchtpu.ops import attention, sampling
@@ -80,6 +81,7 @@ class ModelRunner:
         named = [*model.named_parameters(), *model.named_buffers()]
         self._weight_names = [name for name, _ in named]
         self._weights = [tensor.detach() for _, tensor in named]
+        self._vocab_size: int = model.get_output_embeddings().weight.shape[0]
         self._programs: dict[Bucket, Program] = {}
         self._samplers: dict[int, Program] = {}
         self._cache: list[Tensor] = []
@@ -108,9 +110,11 @@ class ModelRunner:
         num_slots = self._config.num_blocks * self._config.block_len
         dtype = self._model.dtype
         self._cache = []  # the old one goes before the new one comes
-        keys = [torch.zeros(num_slots, *shape.key, dtype=dtype) for shape in self._cache_shapes]
-        values = [torch.zeros(num_slots, *shape.value, dtype=dtype) for shape in self._cache_shapes]
-        self._cache = [tensor.to(self._device) for tensor in keys + values]
+        shapes = [s.key for s in self._cache_shapes] + [s.value for s in self._cache_shapes]
+        self._cache = [
+            torch.zeros(kv_heads * num_slots, dim, dtype=dtype).to(self._device)
+            for kv_heads, dim in shapes
+        ]
         # One more row than runs at once: the trash row.
         newest = torch.zeros(self._config.ladder.max_rows + 1, dtype=torch.int32)
         self._newest = newest.to(self._device)
@@ -119,20 +123,35 @@ class ModelRunner:
         return BatchLayout(bucket, self._config.block_len, self._config.ladder.max_rows)
 
     def warm_up(self, progress: WarmUpProgress) -> None:
-        """Compile (or read back) every program and run it once on an empty plan."""
+        """Compile (or read back) every program, then run each once on an empty plan."""
         buckets = self._config.ladder.buckets
+        sizes = {bucket.num_samples: bucket for bucket in buckets}
+        samplers = {n: self._start_sampler(bucket) for n, bucket in sizes.items()}
+        steps: dict[Bucket, Future[Program]] = {}
         for index, bucket in enumerate(buckets):
             progress(index, len(buckets), bucket.name)
-            inputs = self._inputs(StepPlan(bucket, [], []))
-            donated = range(1, 2 + len(self._cache))
-            step = make_step(self._model, self._weight_names, len(self._cache_shapes), self.layout(bucket))
-            self._programs[bucket] = self._compiler.compile(
-                f"step-{bucket.name}", step, inputs, list(donated)
-            )
+            steps[bucket] = self._start_step(bucket)
+        self._samplers = {n: future.result() for n, future in samplers.items()}
+        for bucket in buckets:
+            self._programs[bucket] = steps[bucket].result()
             handle, logits = self._run(StepPlan(bucket, [], []))
-            self._warm_up_sampler(handle, logits)
-            handle.collect()
+            self._sample(handle, logits).collect()
         progress(len(buckets), len(buckets), "")
+
+    def _start_step(self, bucket: Bucket) -> "Future[Program]":
+        layout = self.layout(bucket)
+        step = make_step(self._model, self._weight_names, len(self._cache_shapes), layout)
+        donated = list(range(1, 2 + len(self._cache)))
+        inputs = self._inputs(StepPlan(bucket, [], []))
+        return self._compiler.start(f"step-{bucket.name}", step, inputs, donated)
+
+    def _start_sampler(self, bucket: Bucket) -> "Future[Program]":
+        num_samples = bucket.num_samples
+        logits = torch.zeros(num_samples, self._vocab_size, dtype=self._model.dtype)
+        tokens = torch.zeros(num_samples, dtype=torch.int32)
+        handle = StepHandle(StepPlan(bucket, [], []), tokens.to(self._device))
+        inputs = self._sampler_inputs(handle, logits.to(self._device))
+        return self._compiler.start(f"sample-{num_samples}", _sample_step, inputs, [3])
 
     def dispatch(self, plan: StepPlan) -> StepHandle:
         """Start a step; returns at once. An exception means that the cache is lost."""
@@ -147,16 +166,6 @@ class ModelRunner:
         program = self._programs[plan.bucket]
         tokens, logits, self._newest, *self._cache = program(self._inputs(plan))
         return StepHandle(plan, tokens), logits
-
-    def _warm_up_sampler(self, handle: StepHandle, logits: Tensor) -> None:
-        num_samples = handle.plan.bucket.num_samples
-        if num_samples in self._samplers:
-            return
-        inputs = self._sampler_inputs(handle, logits)
-        self._samplers[num_samples] = self._compiler.compile(
-            f"sample-{num_samples}", _sample_step, inputs, [3]
-        )
-        self._sample(handle, logits).collect()
 
     def _sampler_inputs(self, handle: StepHandle, logits: Tensor) -> list[Tensor]:
         layout = self.layout(handle.plan.bucket)
@@ -177,7 +186,7 @@ def make_step(
     """The step function of one bucket, to be traced and compiled.
 
     Inputs: packed [size] int32; newest [max_rows + 1] int32; keys then values per layer
-    [slots, kv_heads, head_dim]; the weights. Outputs: greedy tokens [num_samples] int32, logits
+    [kv_heads · slots, head_dim]; the weights. Outputs: greedy tokens [num_samples] int32, logits
     [num_samples, vocab], newest, keys and values.
     """
 
@@ -202,7 +211,7 @@ def make_step(
                 tie_weights=True,
             )
         logits = output.logits[0]
-        greedy = logits.argmax(-1).to(torch.int32)
+        greedy = sampling.argmax(logits)
         newest[inputs["sample_slots"]] = greedy
         return greedy, logits, newest, *caches
 
@@ -259,7 +268,7 @@ def _slots(blocks: Tensor, positions: Tensor, block_len: int) -> Tensor:
 
 
 def _sampled_rows(inputs: dict[str, Tensor], layout: BatchLayout) -> Tensor:
-    """Indices [num_samples] into the flat row: each decode row, and each segment's last token."""
+    """Indices [num_samples] into the flat row: decode rows, last tokens of segments, spare."""
     bucket = layout.bucket
     device = inputs["row_slots"].device
     rows = torch.arange(bucket.rows, device=device)
@@ -267,7 +276,8 @@ def _sampled_rows(inputs: dict[str, Tensor], layout: BatchLayout) -> Tensor:
         return rows
     first = torch.arange(bucket.prefill.segments, device=device) * bucket.prefill.segment_len
     last = bucket.rows + first + (inputs["segment_lens"] - 1).clamp(min=0)
-    return torch.cat([rows, last])
+    spare = torch.zeros(SEGMENT_SAMPLES - bucket.prefill.segments, dtype=last.dtype, device=device)
+    return torch.cat([rows, last, spare])
 
 
 def discover_cache_shapes(model: "PreTrainedModel") -> list[CacheShape]:
