@@ -89,7 +89,9 @@ class BucketLadder:
                 "the largest rows and contexts must be the same with and without prefill"
             )
         if not self.prefill or max(s.segments for s in self.prefill) > SEGMENT_SAMPLES:
-            raise ValueError(f"prefill shapes have 1 to {SEGMENT_SAMPLES} segments, and there is one")
+            raise ValueError(
+                f"prefill shapes have 1 to {SEGMENT_SAMPLES} segments, and there is one"
+            )
 
     @cached_property
     def buckets(self) -> tuple[Bucket, ...]:

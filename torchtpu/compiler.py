@@ -127,7 +127,9 @@ class ProgramCompiler:
                     warnings.simplefilter("ignore", FutureWarning)
                     return cast(object, pickle.loads(payload))  # our own file, mode 0600
             except (RuntimeError, pickle.UnpicklingError, AttributeError, ImportError) as error:
-                log.warning("a kept program does not fit this TorchTPU and is compiled anew: %s", error)
+                log.warning(
+                    "a kept program does not fit this TorchTPU and is compiled anew: %s", error
+                )
         path.unlink(missing_ok=True)
         return None
 
@@ -160,7 +162,9 @@ def probe(device: Device) -> Road:
         if result.cpu().tolist() == [2.0] + [1.0] * 7:
             return Road.DONATED
     except (ImportError, AttributeError, TypeError, RuntimeError) as error:
-        log.warning("donation is not available in this TorchTPU, steps will copy the cache: %s", error)
+        log.warning(
+            "donation is not available in this TorchTPU, steps will copy the cache: %s", error
+        )
     return Road.COMPILED
 
 

@@ -64,7 +64,7 @@ class bound_step:  # noqa: N801 -- used as a context manager, like torch.no_grad
         _current = None
 
 
-def paged_attention(
+def paged_attention(  # noqa: PLR0913 -- transformers' signature
     module: torch.nn.Module,
     query: Tensor,
     key: Tensor,

@@ -9,10 +9,17 @@ from typing import TYPE_CHECKING, Literal
 
 from models.errors import ModelError
 from models.library import LocalModel, resolve
-from models.loader import LoadOptions, ModelInfo, TokenizerInfo, load_model, read_info, read_tokenizer
+from models.loader import (
+    LoadOptions,
+    ModelInfo,
+    TokenizerInfo,
+    load_model,
+    read_info,
+    read_tokenizer,
+)
 from models.settings import ModelSettings
 from torchtpu.bringup import bring_up
-from torchtpu.buckets import default_ladder
+from torchtpu.buckets import BucketLadder, default_ladder
 from torchtpu.device import Device
 from torchtpu.environment import read_settings
 from torchtpu.errors import TorchTpuError
@@ -49,6 +56,8 @@ class EngineConfig:
     block_len: int = DEFAULT_BLOCK_LEN
     context_len: int | None = None
     compile_cache_dir: Path | None = None
+    ladder: BucketLadder | None = None
+    """Instead of the default one for `max_rows` and `context_len`."""
 
     @classmethod
     def from_worker(cls, config: WorkerConfig) -> "EngineConfig":
@@ -91,7 +100,7 @@ class _Builder:
         self._config, self._device, self._local, self._progress = config, device, local, progress
         self._info: ModelInfo = read_info(local.path)
         self._context_len = min(config.context_len or DEFAULT_CONTEXT_LEN, self._info.context_len)
-        self._ladder = default_ladder(config.max_rows, self._context_len)
+        self._ladder = config.ladder or default_ladder(config.max_rows, self._context_len)
 
     def build(self) -> LoadedEngine:
         from tokenizers import Tokenizer
@@ -115,7 +124,9 @@ class _Builder:
         runner.warm_up(self._warm_up_progress)
         counters = runner.counters
         log.info(
-            "%d programs compiled, %d read from the cache", counters.num_compiled, counters.num_loaded
+            "%d programs compiled, %d read from the cache",
+            counters.num_compiled,
+            counters.num_loaded,
         )
         return LoadedEngine(ModelEngine(parts), self._card(tokens))
 
@@ -132,7 +143,9 @@ class _Builder:
         compiler = ProgramCompiler(
             self._device, self._identity(model, num_blocks), self._config.compile_cache_dir
         )
-        config = RunnerConfig(self._ladder, num_blocks, self._config.block_len)
+        config = RunnerConfig(
+            self._ladder, num_blocks, self._config.block_len, self._info.vocab_size
+        )
         return ModelRunner(self._device, model, shapes, compiler, config), num_blocks
 
     def _load(self, attention_name: str) -> "PreTrainedModel":

@@ -245,9 +245,7 @@ class ModelEngine:
         self._runner.reset_cache()
 
 
-def _sampled(
-    plan: StepPlan, tokens: list[int]
-) -> Iterable[tuple[DecodeRow | PrefillSegment, int]]:
+def _sampled(plan: StepPlan, tokens: list[int]) -> Iterable[tuple[DecodeRow | PrefillSegment, int]]:
     """Plan entries that yielded a token, with it."""
     yield from zip(plan.rows, tokens, strict=False)
     for segment, token in zip(plan.segments, tokens[plan.bucket.rows :], strict=False):

@@ -47,6 +47,8 @@ class RunnerConfig:
     num_blocks: int
     """Of the KV cache, the trash block included."""
     block_len: int
+    vocab_size: int
+    """Width of the logits."""
 
 
 @dataclass(frozen=True)
@@ -81,7 +83,6 @@ class ModelRunner:
         named = [*model.named_parameters(), *model.named_buffers()]
         self._weight_names = [name for name, _ in named]
         self._weights = [tensor.detach() for _, tensor in named]
-        self._vocab_size: int = model.get_output_embeddings().weight.shape[0]
         self._programs: dict[Bucket, Program] = {}
         self._samplers: dict[int, Program] = {}
         self._cache: list[Tensor] = []
@@ -147,7 +148,7 @@ class ModelRunner:
 
     def _start_sampler(self, bucket: Bucket) -> "Future[Program]":
         num_samples = bucket.num_samples
-        logits = torch.zeros(num_samples, self._vocab_size, dtype=self._model.dtype)
+        logits = torch.zeros(num_samples, self._config.vocab_size, dtype=self._model.dtype)
         tokens = torch.zeros(num_samples, dtype=torch.int32)
         handle = StepHandle(StepPlan(bucket, [], []), tokens.to(self._device))
         inputs = self._sampler_inputs(handle, logits.to(self._device))
@@ -172,7 +173,13 @@ class ModelRunner:
         start, end = layout.offsets["sample_slots"]
         slots = layout.pack(handle.plan)[start:end]
         params = torch.from_numpy(pack_sampling(handle.plan)).to(self._device)
-        return [logits, handle.tokens, params, self._newest, torch.from_numpy(slots.copy()).to(self._device)]
+        return [
+            logits,
+            handle.tokens,
+            params,
+            self._newest,
+            torch.from_numpy(slots.copy()).to(self._device),
+        ]
 
     def _sample(self, handle: StepHandle, logits: Tensor) -> StepHandle:
         sampler = self._samplers[handle.plan.bucket.num_samples]
