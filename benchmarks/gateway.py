@@ -23,7 +23,7 @@ from benchmarks import recipes, report
 from benchmarks.closed_loop import quantile_ms
 from benchmarks.http_client import Connection, RequestFailedError
 from benchmarks.options import Counts
-from benchmarks.servers import RunningServer, ServerError, running
+from benchmarks.servers import RunningServer, ServerError, running, stop_on_sigterm
 
 NUM_TOKENS = 32
 WARM_UP_S = 1.0
@@ -149,6 +149,7 @@ def main(
     options: tuple[str, ...],
 ) -> None:
     """Read the options, run, print; exit code 1 if a request failed."""
+    stop_on_sigterm()
     try:
         if url:
             rows = measure_all(Endpoint(url, api_key, model), connections, seconds)

@@ -24,7 +24,7 @@ import click
 from benchmarks import recipes, report
 from benchmarks.closed_loop import SCENARIOS, Figures, Load, measure
 from benchmarks.options import Counts
-from benchmarks.servers import RunningServer, ServerError, running
+from benchmarks.servers import RunningServer, ServerError, running, stop_on_sigterm
 from models.errors import ModelError
 from models.library import resolve
 from models.settings import ModelSettings
@@ -194,6 +194,7 @@ def execute(plan: Plan, where: Where) -> tuple[str, dict[str, object]]:
 @click.option("--json", "json_path", type=click.Path(dir_okay=False, path_type=Path))
 def main(json_path: Path | None, **options: object) -> None:
     """Read the options, run, print; exit code 1 if a request failed."""
+    stop_on_sigterm()
     given: dict[str, Any] = options  # click has checked the types
     plan = Plan(**{item.name: given[item.name] for item in fields(Plan)})
     where = Where(**{item.name: given[item.name] for item in fields(Where)})

@@ -5,6 +5,7 @@ import contextlib
 import signal
 import socket
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -75,6 +76,11 @@ def _label(process: psutil.Process) -> str:
 def _peak_rss_mib(pid: int) -> int:
     status = Path(f"/proc/{pid}/status").read_text(encoding="utf-8").splitlines()
     return int(next(line for line in status if line.startswith("VmHWM:")).split()[1]) // 1024
+
+
+def stop_on_sigterm() -> None:
+    """Make SIGTERM an ordinary end of this process, so that `running` stops what it started."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
 
 
 def free_port() -> int:
