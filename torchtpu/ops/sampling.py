@@ -54,9 +54,10 @@ def _allowed(scaled: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Ten
     k = torch.where(top_k > 0, top_k, vocab_size).clamp(max=vocab_size)
     in_top_k = keys >= _threshold(keys, torch.ones_like(scaled), k.float())[:, None]
     probabilities = torch.where(in_top_k, scaled, float("-inf")).softmax(-1)
-    wanted = top_p.clamp(min=0.0, max=1.0)
-    # A hair below 1 so that rounding of the sum never cuts a row that wants all of it.
-    in_top_p = keys >= _threshold(keys, probabilities, wanted - 1e-6)[:, None]
+    # A hair below 1 so that rounding of the sum never cuts a row that wants all of it, and above 0
+    # so that a row that wants nothing keeps its likeliest token.
+    wanted = (top_p - 1e-6).clamp(min=1e-9)
+    in_top_p = keys >= _threshold(keys, probabilities, wanted)[:, None]
     in_top_p = in_top_p | (top_p >= 1.0)[:, None]
     in_min_p = probabilities >= min_p[:, None] * probabilities.amax(-1, keepdim=True)
     return in_top_k & in_top_p & in_min_p

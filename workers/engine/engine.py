@@ -91,6 +91,8 @@ class ModelEngine:
         room = self._parts.context_len - prompt_len
         if prompt_len == 0:
             raise RequestError("The prompt is empty.")
+        if not 1 <= request.n <= self.capacity:
+            raise RequestError(f"This model runs 1 to {self.capacity} choices of a request.")
         if room < 1:
             raise RequestError(
                 f"The prompt has {prompt_len} tokens, the model's context {self._parts.context_len}."
@@ -111,6 +113,7 @@ class ModelEngine:
 
     def fail_all(self, error: str) -> list[OutputDelta]:
         self._in_flight = None
+        self._num_failed_steps = 0
         deltas: list[OutputDelta] = []
         for request_id in list(self._residents):
             deltas += self._end(request_id, Emission("", FinishReason.ERROR), error)
@@ -237,12 +240,12 @@ class ModelEngine:
     def _recover(self) -> None:
         """A step failed on the device: the cache is lost, the requests are not."""
         self._num_failed_steps += 1
-        if self._num_failed_steps >= MAX_FAILED_STEPS:
-            raise
-        log.exception("a step failed on the device; running requests start again from their tokens")
         self._in_flight = None
         self._scheduler.preempt_all()
         self._runner.reset_cache()
+        if self._num_failed_steps >= MAX_FAILED_STEPS:
+            raise
+        log.exception("a step failed on the device; running requests start again from their tokens")
 
 
 def _sampled(plan: StepPlan, tokens: list[int]) -> Iterable[tuple[DecodeRow | PrefillSegment, int]]:

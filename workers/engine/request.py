@@ -47,7 +47,7 @@ class Sequence:
     num_computed: int = 0
     num_in_flight: int = 0
     num_cached: int = 0
-    """Prompt tokens found in the prefix cache when it last started."""
+    """Prompt tokens found in the prefix cache when it first started."""
     epoch: int = 0
     """Counts preemptions: results of an earlier epoch are dropped."""
 

@@ -118,7 +118,9 @@ class Scheduler:
             sequence.status = Status.RUNNING
             sequence.row = self._free_rows.pop()
             sequence.start_len = len(sequence.token_ids)
-            sequence.num_computed = sequence.num_cached = cached
+            sequence.num_computed = cached
+            if sequence.epoch == 0:
+                sequence.num_cached = cached
             bisect.insort(self.running, sequence, key=lambda s: s.order)
             pending += 1
 
