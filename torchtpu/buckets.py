@@ -151,7 +151,7 @@ def default_ladder(max_rows: int, context_len: int) -> BucketLadder:
     rows = tuple(n for n in (8, 16, 32, 64, 128) if n < top_rows) + (top_rows,)
     contexts = tuple(n for n in (128, 256, 512, 1024) if n < top_context) + (top_context,)
     mixed_contexts = tuple(n for n in (128, 512) if n < top_context) + (top_context,)
-    shapes = [PrefillShape(8, 32), PrefillShape(2, 64), PrefillShape(4, 64), PrefillShape(1, 256)]
+    shapes = [PrefillShape(1, 64), PrefillShape(8, 32), PrefillShape(4, 64), PrefillShape(1, 256)]
     return BucketLadder(
         rows=rows,
         mixed_rows=tuple(dict.fromkeys((MIN_ROWS, top_rows))),

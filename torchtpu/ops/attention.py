@@ -15,7 +15,7 @@ the same function. Grouped queries are reshaped, keys are never repeated.
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -38,12 +38,33 @@ class StepTensors:
     row_blocks: Tensor
     """[R, S / block_len] int64."""
     row_positions: Tensor
-    """[R] int64: a row sees keys 0 … its own position."""
+    """[R, 1] int64: a row sees keys 0 … its own position."""
     segment_blocks: Tensor
     """[P, S / block_len] int64."""
     segment_positions: Tensor
     """[P, L] int64."""
     block_len: int
+    shared: dict[object, Tensor] = field(default_factory=dict)
+    """What layers have in common: traced once a step, not once a layer."""
+
+    def places(self, kv_heads: int) -> Tensor:
+        """[kv_heads · N]: rows of a cache that take the keys or values [kv_heads, N, dim] of a layer."""
+        if kv_heads not in self.shared:
+            num_slots = self.keys[0].shape[0] // kv_heads
+            first = torch.arange(kv_heads, device=self.slots.device) * num_slots
+            self.shared[kv_heads] = (first[:, None] + self.slots).flatten()
+        return self.shared[kv_heads]
+
+    def hidden(self, positions: Tensor, context: int, window: int | None) -> Tensor:
+        """[B, 1, L, S] bool for queries [B, L]: keys after the query, or out of its window."""
+        key = (id(positions), window)
+        if key not in self.shared:
+            key_positions = torch.arange(context, device=positions.device)
+            hidden = key_positions > positions[..., None]
+            if window is not None:
+                hidden = hidden | (key_positions <= positions[..., None] - window)
+            self.shared[key] = hidden[:, None]
+        return self.shared[key]
 
 
 _current: StepTensors | None = None
@@ -85,15 +106,14 @@ def paged_attention(  # noqa: PLR0913 -- transformers' signature
     index = module.layer_idx
     assert isinstance(index, int)
     keys, values = step.keys[index], step.values[index]
-    _write(keys, step.slots, key[0])
-    _write(values, step.slots, value[0])
+    places = step.places(key.shape[1])
+    keys[places] = key[0].reshape(-1, key.shape[-1])
+    values[places] = value[0].reshape(-1, value.shape[-1])
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    layer = _Layer(
-        keys, values, key.shape[1], step.block_len, scale, sliding_window, softcap, s_aux
-    )
+    layer = _Layer(step, keys, values, key.shape[1], scale, sliding_window, softcap, s_aux)
     num_rows = step.row_positions.shape[0]
     flat = query[0].transpose(0, 1)  # [N, heads, dim]
-    parts = [layer.attend(flat[:num_rows, None], step.row_blocks, step.row_positions[:, None])]
+    parts = [layer.attend(flat[:num_rows, None], step.row_blocks, step.row_positions)]
     num_segments, segment_len = step.segment_positions.shape
     if num_segments:
         segments = flat[num_rows:].reshape(num_segments, segment_len, *flat.shape[1:])
@@ -102,21 +122,14 @@ def paged_attention(  # noqa: PLR0913 -- transformers' signature
     return torch.cat(outputs)[None] if len(outputs) > 1 else outputs[0][None], None
 
 
-def _write(cache: Tensor, slots: Tensor, rows: Tensor) -> None:
-    """rows [kv_heads, N, dim] to slots [N] of a cache [kv_heads · slots, dim], one scatter on dim 0."""
-    kv_heads, _, dim = rows.shape
-    first = torch.arange(kv_heads, device=slots.device) * (cache.shape[0] // kv_heads)
-    cache[(first[:, None] + slots).flatten()] = rows.reshape(-1, dim)
-
-
 @dataclass(frozen=True)
 class _Layer:
     """One layer's cache, and how it scores: what transformers passes to the attention function."""
 
+    step: StepTensors
     keys: Tensor
     values: Tensor
     kv_heads: int
-    block_len: int
     scale: float
     sliding_window: int | None
     softcap: float | None
@@ -125,7 +138,7 @@ class _Layer:
     def attend(self, query: Tensor, blocks: Tensor, positions: Tensor) -> Tensor:
         """query [B, L, heads, dim], blocks [B, S / block_len], positions [B, L]; gives [B, L, heads, value_dim]."""
         batch, length, heads, dim = query.shape
-        group, context = heads // self.kv_heads, blocks.shape[1] * self.block_len
+        group, context = heads // self.kv_heads, blocks.shape[1] * self.step.block_len
         keys, values = self._gather(self.keys, blocks), self._gather(self.values, blocks)
         # Each key head serves its group of query heads in one product.
         q = query.reshape(batch, length, self.kv_heads, group, dim).permute(2, 0, 3, 1, 4)
@@ -134,7 +147,8 @@ class _Layer:
         if self.softcap is not None:
             scores = self.softcap * torch.tanh(scores / self.softcap)
         scores = scores.view(self.kv_heads, batch, group, length, context)
-        scores = scores.masked_fill(~self._seen(positions, context)[None, :, None], MASKED)
+        hidden = self.step.hidden(positions, context, self.sliding_window)
+        scores = scores.masked_fill(hidden, MASKED)
         weights = _softmax(scores, self.sinks).to(values.dtype)
         weights = weights.view(self.kv_heads * batch, group * length, context)
         out = torch.bmm(weights, values)
@@ -144,16 +158,8 @@ class _Layer:
     def _gather(self, cache: Tensor, blocks: Tensor) -> Tensor:
         """Blocks [B, n] of a cache to [kv_heads · B, n · block_len, dim]."""
         dim = cache.shape[-1]
-        by_block = cache.view(self.kv_heads, -1, self.block_len * dim)
+        by_block = cache.view(self.kv_heads, -1, self.step.block_len * dim)
         return by_block[:, blocks].reshape(self.kv_heads * blocks.shape[0], -1, dim)
-
-    def _seen(self, positions: Tensor, context: int) -> Tensor:
-        """[B, L, S] bool: keys at or before the query, and inside its window."""
-        key_positions = torch.arange(context, device=positions.device)
-        seen = key_positions <= positions[..., None]
-        if self.sliding_window is not None:
-            seen = seen & (key_positions > positions[..., None] - self.sliding_window)
-        return seen
 
 
 def _softmax(scores: Tensor, sinks: Tensor | None) -> Tensor:

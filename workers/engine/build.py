@@ -99,8 +99,15 @@ class _Builder:
     ) -> None:
         self._config, self._device, self._local, self._progress = config, device, local, progress
         self._info: ModelInfo = read_info(local.path)
-        self._context_len = min(config.context_len or DEFAULT_CONTEXT_LEN, self._info.context_len)
-        self._ladder = config.ladder or default_ladder(config.max_rows, self._context_len)
+        context_len = min(config.context_len or DEFAULT_CONTEXT_LEN, self._info.context_len)
+        self._ladder = config.ladder or default_ladder(config.max_rows, context_len)
+        self._context_len = min(context_len, self._ladder.max_context)
+        for context in (*self._ladder.contexts, *self._ladder.mixed_contexts):
+            if context % config.block_len:
+                raise LoadError(
+                    f"blocks of {config.block_len} tokens do not divide a context of {context}: "
+                    "choose a --block-len that does, such as 16"
+                )
 
     def build(self) -> LoadedEngine:
         from tokenizers import Tokenizer
@@ -168,9 +175,15 @@ class _Builder:
 
     def _num_blocks(self, bytes_per_block: int) -> int:
         """Room for every row's whole context if memory allows it, and for one at least."""
-        if self._config.num_blocks is not None:
-            return self._config.num_blocks + 1
         one = -(-self._ladder.max_context // self._config.block_len)
+        if self._config.num_blocks is not None:
+            if self._config.num_blocks < -(-self._context_len // self._config.block_len):
+                raise LoadError(
+                    f"{self._config.num_blocks} blocks of {self._config.block_len} tokens do not "
+                    f"hold one request of {self._context_len} tokens: raise --num-blocks or lower "
+                    "--context-len"
+                )
+            return self._config.num_blocks + 1
         most = int(self._device.memory_bytes * CACHE_SHARE) // bytes_per_block
         if most < one:
             raise LoadError(
@@ -186,6 +199,7 @@ class _Builder:
             "block_len": self._config.block_len,
             "num_blocks": num_blocks,
             "max_rows": self._ladder.max_rows,
+            "source": _source_digest(),
         }
 
     def _warm_up_progress(self, done: int, total: int, name: str) -> None:
@@ -204,6 +218,16 @@ class _Builder:
             add_bos=tokens.add_bos,
             digest=hashlib.sha256(tokens.tokenizer_json + template.encode()).hexdigest(),
         )
+
+
+def _source_digest() -> str:
+    """Of the code that programs are traced from: a kept program of other code is not used."""
+    from torchtpu import ops
+    from workers.engine import input_batch, model_runner
+
+    files = [Path(module.__file__ or "") for module in (input_batch, model_runner)]
+    files += sorted(Path(ops.__file__ or "").parent.glob("*.py"))
+    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
 
 
 def _scaled(progress: Progress, start: float, end: float) -> Progress:

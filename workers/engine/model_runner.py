@@ -261,7 +261,7 @@ def _step_tensors(
         values=list(caches[num_layers:]),
         slots=torch.cat([row_slots, segment_slots]),
         row_blocks=row_blocks,
-        row_positions=row_positions,
+        row_positions=row_positions[:, None],
         segment_blocks=inputs["segment_blocks"],
         segment_positions=safe,
         block_len=block_len,
