@@ -37,9 +37,9 @@ class Heard(NamedTuple):
     delta: OutputDelta
 
 
-def wait_until(condition: Callable[[], Any], what: str) -> Any:
-    """The first true value of `condition`; fails the test if there is none."""
-    end_s = time.monotonic() + PATIENCE_S
+def wait_until(condition: Callable[[], Any], what: str, seconds: float = PATIENCE_S) -> Any:
+    """The first true value of `condition`; fails the test if there is none in time."""
+    end_s = time.monotonic() + seconds
     while time.monotonic() < end_s:
         if value := condition():
             return value
