@@ -130,8 +130,11 @@ class ModelEngine:
         except RuntimeError:
             self._recover()
             return []
-        self._num_failed_steps = 0
-        deltas = self._emit(self._in_flight.plan, tokens) if self._in_flight else []
+        deltas: list[OutputDelta] = []
+        if self._in_flight:
+            # Only a collected step is known to be good: a dispatch may fail later, on the device.
+            self._num_failed_steps = 0
+            deltas = self._emit(self._in_flight.plan, tokens)
         self._in_flight = dispatched
         if not self.has_work():
             self._scheduler.check_integrity()
