@@ -1,0 +1,141 @@
+"""Protects the one array that a step uploads: every field at its place, padding where nothing reads it."""
+
+import math
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from torchtpu.buckets import Bucket, PrefillShape
+from workers.engine.input_batch import BatchLayout, pack_sampling
+from workers.engine.kv_cache import BlockPool, BlockTable
+from workers.engine.output_processor import BytesDetokenizer, ChoiceOutput
+from workers.engine.outputs import DecodeRow, PrefillSegment, StepPlan
+from workers.engine.request import Sequence
+from workers.protocol import GenerateRequest, SamplingParams
+
+BLOCK_LEN = 4
+TRASH_ROW = 99
+BUCKET = Bucket(rows=3, context=16, prefill=PrefillShape(2, 4))
+
+
+def sequence(row: int, tokens: list[int], seed: int = 0, **sampling: object) -> Sequence:
+    params = SamplingParams(**{"max_tokens": 5, **sampling})
+    request = GenerateRequest(
+        request_id="r", model="m", reply_to="x", prompt_token_ids=tokens, sampling=params
+    )
+    table = BlockTable(BlockPool(20), BLOCK_LEN)
+    table.grow(len(tokens))
+    output = ChoiceOutput(params, BytesDetokenizer(()), frozenset(), 5)
+    return Sequence(request, 0, seed, output, table, tokens, arrival=1, row=row)
+
+
+def unpack(bucket: Bucket, plan: StepPlan) -> dict[str, list[object]]:
+    layout = BatchLayout(bucket, BLOCK_LEN, TRASH_ROW)
+    packed = layout.pack(plan)
+    assert packed.dtype == np.int32
+    assert packed.shape == (layout.size,)
+    return {
+        name: packed[start:end].reshape(layout.shapes[name]).tolist()
+        for name, (start, end) in layout.offsets.items()
+    }
+
+
+def test_every_field_of_a_mixed_step():
+    decoding, ending, long = (
+        sequence(5, [7] * 9),
+        sequence(6, [1, 2, 3, 4, 5, 6]),
+        sequence(7, list(range(10, 34))),
+    )
+    plan = StepPlan(
+        BUCKET,
+        [DecodeRow(decoding, 0, position=8)],
+        [
+            PrefillSegment(ending, 0, start=4, length=2, samples=True),
+            PrefillSegment(long, 0, start=8, length=4, samples=False),
+        ],
+    )
+    assert unpack(BUCKET, plan) == {
+        "row_slots": [5, TRASH_ROW, TRASH_ROW],
+        "row_positions": [8, 0, 0],
+        "row_blocks": [[1, 2, 3, 0], [0] * 4, [0] * 4],
+        "segment_tokens": [[5, 6, 0, 0], [18, 19, 20, 21]],
+        "segment_starts": [4, 8],
+        "segment_lens": [2, 4],
+        # The long one holds six blocks, of which this bucket looks at four.
+        "segment_blocks": [[1, 2, 0, 0], [1, 2, 3, 4]],
+        "sample_slots": [5, TRASH_ROW, TRASH_ROW, 6] + [TRASH_ROW] * 7,
+    }
+
+
+def test_an_empty_step_is_all_padding():
+    fields = unpack(BUCKET, StepPlan(BUCKET, [], []))
+    assert set(fields.pop("row_slots")) == set(fields.pop("sample_slots")) == {TRASH_ROW}
+    assert not any(np.any(value) for value in fields.values())
+
+
+@given(
+    rows=st.integers(1, 40),
+    blocks=st.integers(1, 40),
+    segments=st.integers(0, 8),
+    segment_len=st.integers(1, 64),
+)
+def test_fields_follow_each_other_without_gap(
+    rows: int, blocks: int, segments: int, segment_len: int
+):
+    bucket = Bucket(
+        rows, blocks * BLOCK_LEN, PrefillShape(segments, segment_len if segments else 0)
+    )
+    layout = BatchLayout(bucket, BLOCK_LEN, TRASH_ROW)
+    spans = list(layout.offsets.values())
+    assert spans[0][0] == 0
+    assert all(before[1] == after[0] for before, after in pairwise(spans))
+    assert spans[-1][1] == layout.size
+    sizes = [math.prod(shape) for shape in layout.shapes.values()]
+    assert [end - start for start, end in spans] == sizes
+
+
+@given(
+    temperature=st.floats(0, 2, width=32),
+    top_p=st.floats(0, 1, width=32),
+    min_p=st.floats(0, 1, width=32),
+    top_k=st.integers(0, 2**31 - 1),
+    seed=st.integers(0, 2**32 - 1),
+)
+def test_sampling_parameters_travel_bit_by_bit(
+    temperature: float, top_p: float, min_p: float, top_k: int, seed: int
+):
+    fields = {"temperature": temperature, "top_p": top_p, "min_p": min_p, "top_k": top_k}
+    row, ending, unfinished = (sequence(i, [1, 2, 3], seed, **fields) for i in range(3))
+    plan = StepPlan(
+        BUCKET,
+        [DecodeRow(row, 0, position=3)],
+        [
+            PrefillSegment(ending, 0, start=0, length=3, samples=True),
+            PrefillSegment(unfinished, 0, start=0, length=2, samples=False),
+        ],
+    )
+    packed = pack_sampling(plan)
+    assert packed.shape == (BUCKET.num_samples, 6)
+    floats, bits = packed[:, :3].copy().view(np.float32), packed.view(np.uint32)
+    # A token is drawn by its own position: 4 after the row's input at 3, 3 after a prompt of 3.
+    for index, position in ((0, 4), (BUCKET.rows, 3)):
+        assert floats[index].tolist() == [temperature, top_p, min_p]
+        assert bits[index, 3:].tolist() == [top_k, seed, position]
+    others = [i for i in range(BUCKET.num_samples) if i not in (0, BUCKET.rows)]
+    assert not packed[others].any()
+
+
+@pytest.mark.parametrize(
+    ("temperature", "samples", "needed"),
+    [(0.0, True, False), (0.5, True, True), (0.5, False, False)],
+)
+def test_only_a_step_that_draws_needs_the_sampling_program(
+    temperature: float, samples: bool, needed: bool
+):
+    segment = PrefillSegment(
+        sequence(0, [1, 2], temperature=temperature), 0, start=0, length=2, samples=samples
+    )
+    assert StepPlan(BUCKET, [], [segment]).needs_sampling is needed
