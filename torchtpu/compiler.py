@@ -17,6 +17,7 @@ import logging
 import os
 import pickle
 import tempfile
+import threading
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -66,34 +67,35 @@ class ProgramCompiler:
         self._cache_dir = cache_dir
         self.road = probe(device)
         self.counters = CompileCounters()
-        # One thread: it and the tracing thread keep two cores busy, and counters need no lock.
-        self._threads = ThreadPoolExecutor(1, thread_name_prefix="compile")
+        self._threads = ThreadPoolExecutor(2, thread_name_prefix="compile")
+        # Tracing patches torch for the whole process while it lasts.
+        self._tracing = threading.Lock()
 
     def start(
         self, name: str, function: StepFunction, inputs: Sequence[Tensor], donated: Sequence[int]
     ) -> "Future[Program]":
         """The program of `function` for inputs of these shapes, dtypes and strides.
 
-        `donated` are the indices of inputs that the function updates in place and returns. Tracing is
-        Python and happens before this returns; XLA compiles in another thread, so that the next
-        function can be traced meanwhile.
+        `donated` are the indices of inputs that the function updates in place and returns. Programs
+        come in the order asked for, two at a time: XLA compiles one while the next is traced.
         """
         if self.road is Road.EAGER:
             return _done(_eager(function))
         if self.road is Road.COMPILED:
             self.counters.num_compiled += 1
             return _done(_eager(torch.compile(function, backend="tpu", dynamic=False)))
+        return self._threads.submit(self._make, name, function, list(inputs), list(donated))
+
+    def _make(
+        self, name: str, function: StepFunction, inputs: list[Tensor], donated: list[int]
+    ) -> Program:
         key = self._key(name, inputs, donated)
         executable = self._load(key)
         if executable is not None:
             self.counters.num_loaded += 1
-            return _done(cast(Program, executable))
-        graph = _trace(function, inputs)
-        return self._threads.submit(self._finish, key, graph, list(inputs), list(donated))
-
-    def _finish(
-        self, key: str, graph: torch.fx.GraphModule, inputs: list[Tensor], donated: list[int]
-    ) -> Program:
+            return cast(Program, executable)
+        with self._tracing:
+            graph = _trace(function, inputs)
         executable = _static_compile(graph, inputs, donated)
         self.counters.num_compiled += 1
         self._store(key, executable)

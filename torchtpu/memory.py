@@ -1,5 +1,6 @@
 """Host memory: how much this process may use, and how the allocator treats what is freed."""
 
+import contextlib
 import ctypes
 from pathlib import Path
 
@@ -64,3 +65,9 @@ def keep_freed_memory() -> bool:
         return False
     settings = ((_M_TRIM_THRESHOLD, _NEVER_TRIM), (_M_MMAP_MAX, 0), (_M_ARENA_MAX, 1))
     return all(mallopt(parameter, value) == 1 for parameter, value in settings)
+
+
+def return_freed_memory() -> None:
+    """Give what is free now back to the kernel, once, after a start that needed more than serving does."""
+    with contextlib.suppress(AttributeError):
+        ctypes.CDLL(None).malloc_trim(0)

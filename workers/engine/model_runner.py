@@ -18,6 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torchtpu.buckets import SEGMENT_SAMPLES, Bucket, BucketLadder
 from torchtpu.compiler import CompileCounters, Program, ProgramCompiler
 from torchtpu.device import Device
+from torchtpu.memory import return_freed_memory
 from torchtpu.ops import attention, sampling
 from workers.engine.input_batch import BatchLayout, pack_sampling
 from workers.engine.outputs import StepPlan
@@ -76,6 +77,7 @@ class ModelRunner:
         config: RunnerConfig,
     ) -> None:
         self._device = device.torch_device
+        self._synchronize = device.synchronize
         self._model = model
         self._cache_shapes = cache_shapes
         self._compiler = compiler
@@ -112,10 +114,11 @@ class ModelRunner:
         dtype = self._model.dtype
         self._cache = []  # the old one goes before the new one comes
         shapes = [s.key for s in self._cache_shapes] + [s.value for s in self._cache_shapes]
-        self._cache = [
-            torch.zeros(kv_heads * num_slots, dim, dtype=dtype).to(self._device)
-            for kv_heads, dim in shapes
-        ]
+        for kv_heads, dim in shapes:
+            zeros = torch.zeros(kv_heads * num_slots, dim, dtype=dtype)
+            self._cache.append(zeros.to(self._device))
+            # A transfer runs in the background and holds its source: one at a time.
+            self._synchronize()
         # One more row than runs at once: the trash row.
         newest = torch.zeros(self._config.ladder.max_rows + 1, dtype=torch.int32)
         self._newest = newest.to(self._device)
@@ -124,19 +127,20 @@ class ModelRunner:
         return BatchLayout(bucket, self._config.block_len, self._config.ladder.max_rows)
 
     def warm_up(self, progress: WarmUpProgress) -> None:
-        """Compile (or read back) every program, then run each once on an empty plan."""
+        """Compile (or read back) every program, then run the largest and the smallest as a probe."""
         buckets = self._config.ladder.buckets
         sizes = {bucket.num_samples: bucket for bucket in buckets}
         samplers = {n: self._start_sampler(bucket) for n, bucket in sizes.items()}
-        steps: dict[Bucket, Future[Program]] = {}
+        steps = {bucket: self._start_step(bucket) for bucket in buckets}
+        self._samplers = {n: future.result() for n, future in samplers.items()}
         for index, bucket in enumerate(buckets):
             progress(index, len(buckets), bucket.name)
-            steps[bucket] = self._start_step(bucket)
-        self._samplers = {n: future.result() for n, future in samplers.items()}
-        for bucket in buckets:
             self._programs[bucket] = steps[bucket].result()
+        # The largest first: what it needs is met now or never, and its memory serves the others.
+        for bucket in (buckets[-1], buckets[0]):
             handle, logits = self._run(StepPlan(bucket, [], []))
             self._sample(handle, logits).collect()
+        return_freed_memory()
         progress(len(buckets), len(buckets), "")
 
     def _start_step(self, bucket: Bucket) -> "Future[Program]":
