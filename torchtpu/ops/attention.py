@@ -47,10 +47,10 @@ class StepTensors:
     shared: dict[object, Tensor] = field(default_factory=dict)
     """What layers have in common: traced once a step, not once a layer."""
 
-    def places(self, kv_heads: int) -> Tensor:
-        """[kv_heads · N]: rows of a cache that take the keys or values [kv_heads, N, dim] of a layer."""
+    def places(self, kv_heads: int, cache: Tensor) -> Tensor:
+        """[kv_heads · N]: rows of a layer's cache that take its keys or values [kv_heads, N, dim]."""
         if kv_heads not in self.shared:
-            num_slots = self.keys[0].shape[0] // kv_heads
+            num_slots = cache.shape[0] // kv_heads
             first = torch.arange(kv_heads, device=self.slots.device) * num_slots
             self.shared[kv_heads] = (first[:, None] + self.slots).flatten()
         return self.shared[kv_heads]
@@ -106,7 +106,7 @@ def paged_attention(  # noqa: PLR0913 -- transformers' signature
     index = module.layer_idx
     assert isinstance(index, int)
     keys, values = step.keys[index], step.values[index]
-    places = step.places(key.shape[1])
+    places = step.places(key.shape[1], keys)
     keys[places] = key[0].reshape(-1, key.shape[-1])
     values[places] = value[0].reshape(-1, value.shape[-1])
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
