@@ -1,0 +1,44 @@
+"""The real engine: built once, its weights and programs shared by all tests."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from tokenizers import Tokenizer
+from transformers import PreTrainedModel
+
+from models.loader import load_model
+from tests.device.driving import engine_config, fresh_engine
+from tests.device.reference import Reference
+from torchtpu.device import Device
+from workers.engine.build import build_engine
+from workers.engine.engine import EngineParts, ModelEngine
+
+
+@pytest.fixture(scope="session")
+def parts(tpu_device: Device, smollm2_dir: Path) -> EngineParts:
+    """Weights of the default model in float32 and its compiled programs."""
+    return build_engine(engine_config(), lambda what, share: None).engine._parts
+
+
+@pytest.fixture
+def engine(parts: EngineParts) -> ModelEngine:
+    """An engine with an empty cache."""
+    return fresh_engine(parts)
+
+
+@pytest.fixture(scope="session")
+def tokenizer(parts: EngineParts) -> Tokenizer:
+    return parts.tokenizer
+
+
+@pytest.fixture(scope="session")
+def reference_model(tpu_device: Device, smollm2_dir: Path) -> PreTrainedModel:
+    """The same weights in plain PyTorch on the CPU."""
+    return load_model(smollm2_dir, torch.float32)
+
+
+@pytest.fixture(scope="session")
+def reference(reference_model: PreTrainedModel, pytestconfig: pytest.Config) -> Reference:
+    reporter = pytestconfig.pluginmanager.getplugin("terminalreporter")
+    return Reference(reference_model, reporter.write_line)
