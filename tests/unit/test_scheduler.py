@@ -100,6 +100,8 @@ class Driven:
             check_plan(plan)
         self.scheduler.check_integrity()
         self.check_shared_blocks()
+        for sequence in self.scheduler.running:
+            check_counts(sequence)
         if first is not None and not failed and not self.overtaken(first):
             assert first.status is not Status.PREEMPTED, "the first in order was preempted"
 
@@ -134,6 +136,14 @@ class Driven:
             for sequence in sequences:
                 check_answer(sequence, self.collected, is_aborted=request_id in self.aborted)
         assert self.scheduler._pool.usage == 0
+
+
+def check_counts(sequence: Sequence) -> None:
+    """A result is at most two steps away, and only the newest token is not in the cache yet."""
+    assert 0 <= sequence.num_in_flight <= 2
+    assert 0 <= sequence.num_computed <= len(sequence.table.blocks) * BLOCK_LEN
+    if sequence.is_decoding:
+        assert sequence.num_computed == sequence.total_len - 1
 
 
 def check_plan(plan: StepPlan) -> None:
@@ -232,6 +242,31 @@ def test_an_urgent_request_overtakes_those_that_wait_but_stops_none_that_runs():
     while driven.sequences[urgent][0].status is Status.WAITING:
         assert driven.sequences[patient][0].status is Status.WAITING
         driven.step()
+    driven.run()
+    assert driven.scheduler.num_preemptions == 0
+    driven.check_answers()
+
+
+def test_an_urgent_request_takes_the_blocks_of_one_that_came_before():
+    driven = Driven(FEWEST_BLOCKS)
+    patient = driven.add(new_request(prompt_of(12), max_tokens=16, priority=1))
+    driven.step()
+    urgent = driven.add(new_request(prompt_of(12, 2), max_tokens=16, priority=0))
+    driven.run()
+    assert [driven.sequences[i][0].epoch > 0 for i in (patient, urgent)] == [True, False]
+    driven.check_answers()
+
+
+def test_a_request_starts_only_if_its_first_token_has_room_too():
+    driven = Driven(FEWEST_BLOCKS)
+    first = driven.add(new_request(prompt_of(16), max_tokens=4))
+    driven.step()
+    driven.step()
+    second = driven.add(new_request(prompt_of(12, 2), max_tokens=4))
+    driven.step()
+    # Five blocks are held, three are free: enough for the prompt, too few for the prompt and a token.
+    assert len(driven.sequences[first][0].table.blocks) == 5
+    assert driven.sequences[second][0].status is Status.WAITING
     driven.run()
     assert driven.scheduler.num_preemptions == 0
     driven.check_answers()
