@@ -145,11 +145,11 @@ def _at_least(sizes: Iterable[int], need: int, what: str) -> int:
 
 
 def default_ladder(max_rows: int, context_len: int) -> BucketLadder:
-    """Doubling rows and contexts. `max_rows` is rounded up to a multiple of 8, `context_len` to 128."""
+    """Doubling rows and contexts, and 96, because most chats are short. `max_rows` is rounded up to a multiple of 8, `context_len` to 128."""
     top_rows = -(-max(max_rows, MIN_ROWS) // MIN_ROWS) * MIN_ROWS
     top_context = -(-context_len // 128) * 128
     rows = tuple(n for n in (8, 16, 32, 64, 128) if n < top_rows) + (top_rows,)
-    contexts = tuple(n for n in (128, 256, 512, 1024) if n < top_context) + (top_context,)
+    contexts = tuple(n for n in (96, 128, 256, 512, 1024) if n < top_context) + (top_context,)
     mixed_contexts = tuple(n for n in (128, 512) if n < top_context) + (top_context,)
     shapes = [PrefillShape(1, 64), PrefillShape(8, 32), PrefillShape(4, 64), PrefillShape(1, 256)]
     return BucketLadder(
