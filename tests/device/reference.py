@@ -1,10 +1,11 @@
 """transformers' own `generate` on the CPU, which the engine must repeat token for token.
 
-Prompts go through it in left-padded batches, because PyTorch's threads are slow on a busy machine and a
-batch takes as many steps as one prompt.
+Prompts go through it in left-padded batches, which take as many steps as one prompt, and on one thread:
+PyTorch's threads wait for each other in a busy loop, and on a machine that has other work they crawl.
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -13,6 +14,16 @@ from transformers import PreTrainedModel
 BATCH_LEN = 8
 TIE = 1e-3
 """Two logits that are closer than this may come in either order on another device."""
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(num_threads)
 
 
 @dataclass(frozen=True)
@@ -51,15 +62,16 @@ class Reference:
         width = max(len(prompt) for prompt in prompts)
         padding = [width - len(prompt) for prompt in prompts]
         ids = torch.tensor([[0] * n + p for n, p in zip(padding, prompts, strict=True)])
-        output = self._model.generate(
-            input_ids=ids,
-            attention_mask=(torch.arange(width) >= torch.tensor(padding)[:, None]).long(),
-            do_sample=False,
-            max_new_tokens=max_tokens,
-            pad_token_id=0,
-            return_dict_in_generate=True,
-            output_logits=True,
-        )
+        with one_thread():
+            output = self._model.generate(
+                input_ids=ids,
+                attention_mask=(torch.arange(width) >= torch.tensor(padding)[:, None]).long(),
+                do_sample=False,
+                max_new_tokens=max_tokens,
+                pad_token_id=0,
+                return_dict_in_generate=True,
+                output_logits=True,
+            )
         for row, tokens in enumerate(output.sequences[:, width:].tolist()):
             yield tokens, [logits[row] for logits in output.logits]
 

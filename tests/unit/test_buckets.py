@@ -2,7 +2,7 @@
 bucket that can be chosen is one of those that were compiled."""
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from torchtpu.buckets import (
@@ -99,6 +99,7 @@ def test_a_ladder_that_makes_no_sense_is_refused(fields: dict[str, object]):
         BucketLadder(**{**sound, **fields})
 
 
+@settings(deadline=None)
 @given(
     max_rows=st.integers(1, 300),
     context_len=st.integers(1, 9000),

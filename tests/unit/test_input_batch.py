@@ -5,7 +5,7 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from torchtpu.buckets import Bucket, PrefillShape
@@ -76,6 +76,7 @@ def test_an_empty_step_is_all_padding():
     assert not any(np.any(value) for value in fields.values())
 
 
+@settings(deadline=None)
 @given(
     rows=st.integers(1, 40),
     blocks=st.integers(1, 40),
@@ -97,6 +98,7 @@ def test_fields_follow_each_other_without_gap(
     assert [end - start for start, end in spans] == sizes
 
 
+@settings(deadline=None)
 @given(
     temperature=st.floats(0, 2, width=32),
     top_p=st.floats(0, 1, width=32),
