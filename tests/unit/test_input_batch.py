@@ -12,7 +12,7 @@ from torchtpu.buckets import Bucket, PrefillShape
 from workers.engine.input_batch import BatchLayout, pack_sampling
 from workers.engine.kv_cache import BlockPool, BlockTable
 from workers.engine.output_processor import BytesDetokenizer, ChoiceOutput
-from workers.engine.outputs import DecodeRow, PrefillSegment, StepPlan
+from workers.engine.outputs import DecodeRow, Draw, PrefillSegment, StepPlan
 from workers.engine.request import Sequence
 from workers.protocol import GenerateRequest, SamplingParams
 
@@ -131,13 +131,18 @@ def test_sampling_parameters_travel_bit_by_bit(
 
 
 @pytest.mark.parametrize(
-    ("temperature", "samples", "needed"),
-    [(0.0, True, False), (0.5, True, True), (0.5, False, False)],
+    ("sampling", "samples", "draw"),
+    [
+        ({"temperature": 0.0, "top_k": 5}, True, Draw.GREEDY),
+        ({"temperature": 0.5}, True, Draw.PLAIN),
+        ({"temperature": 0.5}, False, Draw.GREEDY),
+        ({"temperature": 0.5, "top_k": 5}, True, Draw.TRUNCATED),
+        ({"temperature": 0.5, "top_p": 0.9}, True, Draw.TRUNCATED),
+        ({"temperature": 0.5, "min_p": 0.1}, True, Draw.TRUNCATED),
+    ],
 )
-def test_only_a_step_that_draws_needs_the_sampling_program(
-    temperature: float, samples: bool, needed: bool
+def test_a_step_draws_no_harder_than_its_rows_ask(
+    sampling: dict[str, float], samples: bool, draw: Draw
 ):
-    segment = PrefillSegment(
-        sequence(0, [1, 2], temperature=temperature), 0, start=0, length=2, samples=samples
-    )
-    assert StepPlan(BUCKET, [], [segment]).needs_sampling is needed
+    segment = PrefillSegment(sequence(0, [1, 2], **sampling), 0, start=0, length=2, samples=samples)
+    assert StepPlan(BUCKET, [], [segment]).draw is draw

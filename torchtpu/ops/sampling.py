@@ -13,18 +13,21 @@ NUM_PARAMS = 6
 _BITS = 32
 
 
-def sample(logits: Tensor, greedy: Tensor, params: Tensor) -> Tensor:
+def sample(logits: Tensor, greedy: Tensor, params: Tensor, *, truncates: bool = True) -> Tensor:
     """Tokens [N] int32 from logits [N, V]; rows of temperature 0 keep `greedy` [N] int32.
 
     `params` [N, 6] int32: temperature, top_p, min_p as float bits, top_k (0 is off), seed, position.
+    Without `truncates` only temperature, seed and position count: a seventh of the time.
     """
     temperature, top_p, min_p = params[:, :3].contiguous().view(torch.float32).unbind(1)
     top_k, seed, position = params[:, 3:].unbind(1)
     is_greedy = temperature <= 0
     scaled = logits.float() / torch.where(is_greedy, 1.0, temperature)[:, None]
-    allowed = _allowed(scaled, top_k, top_p, min_p)
     noisy = scaled + gumbel(seed, position, logits.shape[-1])
-    drawn = argmax(noisy.masked_fill(~allowed, float("-inf")))
+    if truncates:
+        allowed = _allowed(scaled, top_k, top_p, min_p)
+        noisy = noisy.masked_fill(~allowed, float("-inf"))
+    drawn = argmax(noisy)
     return torch.where(is_greedy, greedy, drawn)
 
 
@@ -65,18 +68,24 @@ def _allowed(scaled: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Ten
 
 def _threshold(keys: Tensor, weights: Tensor, wanted: Tensor) -> Tensor:
     """The largest key [N] such that the weights at or above it sum to at least `wanted` [N]."""
-    low = torch.full_like(wanted, -(2**31), dtype=torch.int64)
-    for bit in reversed(range(_BITS)):
+    # The sign bit first: zero or the least integer. The other bits only ever add to it.
+    zero = torch.zeros_like(wanted, dtype=torch.int32)
+    low = torch.where(_mass(keys, weights, zero) >= wanted, zero, torch.iinfo(torch.int32).min)
+    for bit in reversed(range(_BITS - 1)):
         candidate = low + (1 << bit)
-        mass = torch.where(keys >= candidate[:, None], weights, 0.0).sum(-1)
-        low = torch.where(mass >= wanted, candidate, low)
+        low = torch.where(_mass(keys, weights, candidate) >= wanted, candidate, low)
     return low
 
 
+def _mass(keys: Tensor, weights: Tensor, least: Tensor) -> Tensor:
+    """Sum [N] of the weights whose keys are at least `least` [N]."""
+    return torch.where(keys >= least[:, None], weights, 0.0).sum(-1)
+
+
 def _ordered(values: Tensor) -> Tensor:
-    """float32 as int64 in the same order."""
+    """float32 as int32 in the same order."""
     bits = values.view(torch.int32)
-    return torch.where(bits >= 0, bits, bits ^ 0x7FFFFFFF).to(torch.int64)
+    return torch.where(bits >= 0, bits, bits ^ 0x7FFFFFFF)
 
 
 def _shift(bits: Tensor, by: int) -> Tensor:

@@ -21,7 +21,7 @@ from torchtpu.device import Device
 from torchtpu.memory import return_freed_memory
 from torchtpu.ops import attention, sampling
 from workers.engine.input_batch import BatchLayout, pack_sampling
-from workers.engine.outputs import StepPlan
+from workers.engine.outputs import Draw, StepPlan
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -86,7 +86,7 @@ class ModelRunner:
         self._weight_names = [name for name, _ in named]
         self._weights = [tensor.detach() for _, tensor in named]
         self._programs: dict[Bucket, Program] = {}
-        self._samplers: dict[int, Program] = {}
+        self._samplers: dict[tuple[int, Draw], Program] = {}
         self._cache: list[Tensor] = []
         self._newest = torch.empty(0)
         self.reset_cache()
@@ -130,16 +130,20 @@ class ModelRunner:
         """Compile (or read back) every program, then run the largest and the smallest as a probe."""
         buckets = self._config.ladder.buckets
         sizes = {bucket.num_samples: bucket for bucket in buckets}
-        samplers = {n: self._start_sampler(bucket) for n, bucket in sizes.items()}
+        samplers = {
+            (num_samples, draw): self._start_sampler(bucket, draw)
+            for num_samples, bucket in sizes.items()
+            for draw in (Draw.PLAIN, Draw.TRUNCATED)
+        }
         steps = {bucket: self._start_step(bucket) for bucket in buckets}
-        self._samplers = {n: future.result() for n, future in samplers.items()}
+        self._samplers = {key: future.result() for key, future in samplers.items()}
         for index, bucket in enumerate(buckets):
             progress(index, len(buckets), bucket.name)
             self._programs[bucket] = steps[bucket].result()
         # The largest first: what it needs is met now or never, and its memory serves the others.
         for bucket in (buckets[-1], buckets[0]):
             handle, logits = self._run(StepPlan(bucket, [], []))
-            self._sample(handle, logits).collect()
+            self._sample(handle, logits, Draw.TRUNCATED).collect()
         return_freed_memory()
         progress(len(buckets), len(buckets), "")
 
@@ -150,18 +154,19 @@ class ModelRunner:
         inputs = self._inputs(StepPlan(bucket, [], []))
         return self._compiler.start(f"step-{bucket.name}", step, inputs, donated)
 
-    def _start_sampler(self, bucket: Bucket) -> "Future[Program]":
+    def _start_sampler(self, bucket: Bucket, draw: Draw) -> "Future[Program]":
         num_samples = bucket.num_samples
         logits = torch.zeros(num_samples, self._config.vocab_size, dtype=self._model.dtype)
         tokens = torch.zeros(num_samples, dtype=torch.int32)
         handle = StepHandle(StepPlan(bucket, [], []), tokens.to(self._device))
         inputs = self._sampler_inputs(handle, logits.to(self._device))
-        return self._compiler.start(f"sample-{num_samples}", _sample_step, inputs, [3])
+        sample = make_sampling(draw)
+        return self._compiler.start(f"sample-{num_samples}-{draw.name}", sample, inputs, [3])
 
     def dispatch(self, plan: StepPlan) -> StepHandle:
         """Start a step; returns at once. An exception means that the cache is lost."""
         handle, logits = self._run(plan)
-        return self._sample(handle, logits) if plan.needs_sampling else handle
+        return handle if plan.draw is Draw.GREEDY else self._sample(handle, logits, plan.draw)
 
     def _inputs(self, plan: StepPlan) -> list[Tensor]:
         packed = torch.from_numpy(self.layout(plan.bucket).pack(plan)).to(self._device)
@@ -185,8 +190,8 @@ class ModelRunner:
             torch.from_numpy(slots.copy()).to(self._device),
         ]
 
-    def _sample(self, handle: StepHandle, logits: Tensor) -> StepHandle:
-        sampler = self._samplers[handle.plan.bucket.num_samples]
+    def _sample(self, handle: StepHandle, logits: Tensor, draw: Draw) -> StepHandle:
+        sampler = self._samplers[handle.plan.bucket.num_samples, draw]
         tokens, self._newest = sampler(self._sampler_inputs(handle, logits))
         return StepHandle(handle.plan, tokens)
 
@@ -229,12 +234,17 @@ def make_step(
     return step
 
 
-def _sample_step(
-    logits: Tensor, greedy: Tensor, params: Tensor, newest: Tensor, slots: Tensor
-) -> tuple[Tensor, ...]:
-    tokens = sampling.sample(logits, greedy, params)
-    newest[slots.long()] = tokens
-    return tokens, newest
+def make_sampling(draw: Draw) -> Callable[..., tuple[Tensor, ...]]:
+    """The sampling function: logits, greedy tokens, parameters, newest, slots to tokens and newest."""
+
+    def sample(
+        logits: Tensor, greedy: Tensor, params: Tensor, newest: Tensor, slots: Tensor
+    ) -> tuple[Tensor, ...]:
+        tokens = sampling.sample(logits, greedy, params, truncates=draw is Draw.TRUNCATED)
+        newest[slots.long()] = tokens
+        return tokens, newest
+
+    return sample
 
 
 def _unpack(packed: Tensor, layout: BatchLayout) -> dict[str, Tensor]:

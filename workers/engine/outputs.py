@@ -1,9 +1,22 @@
 """What the scheduler decides for one step: the runner reads this and nothing else."""
 
 from dataclasses import dataclass
+from enum import IntEnum
 
 from torchtpu.buckets import Bucket
 from workers.engine.request import Sequence
+from workers.protocol import SamplingParams
+
+
+class Draw(IntEnum):
+    """How a step chooses tokens, the cheapest first."""
+
+    GREEDY = 0
+    """No row is random: the step program's own tokens."""
+    PLAIN = 1
+    """Temperature alone."""
+    TRUNCATED = 2
+    """Some row has top-k, top-p or min-p."""
 
 
 @dataclass(frozen=True)
@@ -42,8 +55,15 @@ class StepPlan:
         return len(self.rows) + sum(segment.length for segment in self.segments)
 
     @property
-    def needs_sampling(self) -> bool:
-        """Whether any token is drawn at random; a wholly greedy step skips the sampling program."""
-        sampling = [row.sequence for row in self.rows]
-        sampling += [segment.sequence for segment in self.segments if segment.samples]
-        return any(sequence.request.sampling.temperature > 0 for sequence in sampling)
+    def draw(self) -> Draw:
+        """The cheapest way to choose this step's tokens that does justice to all of its rows."""
+        sequences = [row.sequence for row in self.rows]
+        sequences += [segment.sequence for segment in self.segments if segment.samples]
+        return max((_draw(s.request.sampling) for s in sequences), default=Draw.GREEDY)
+
+
+def _draw(sampling: SamplingParams) -> Draw:
+    if sampling.temperature <= 0:
+        return Draw.GREEDY
+    truncates = sampling.top_k > 0 or sampling.top_p < 1 or sampling.min_p > 0
+    return Draw.TRUNCATED if truncates else Draw.PLAIN
