@@ -353,6 +353,16 @@ def test_draws_follow_the_probabilities(draw: Callable[..., list[int]]):
     assert stats.chisquare(counts.double().numpy(), expected.numpy()).pvalue > 1e-3
 
 
+def test_leaving_out_limits_that_nobody_has_changes_no_draw(
+    compiled: Callable[..., Program], draw: Callable[..., list[int]], logits: Tensor
+):
+    rows = [{"temperature": i / 4, "seed": i, "position": 3} for i in range(ROWS)]
+    greedy = sampling.argmax(logits)
+    inputs = [logits, greedy, params(rows)]
+    plain = compiled(lambda *step: (sampling.sample(*step, truncates=False),), inputs)
+    assert plain(inputs)[0].tolist() == draw(logits, rows)
+
+
 def test_draws_stay_within_the_limits(draw: Callable[..., list[int]], logits: Tensor):
     limits = {"top_k": 5, "top_p": 0.9}
     for position in range(40):
