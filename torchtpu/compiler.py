@@ -1,11 +1,13 @@
 """From a Python function over tensors to a compiled program whose cache inputs are donated.
 
 `torch.compile(backend="tpu")` never donates a mutated input, so a KV cache would be copied whole at
-every step. Three roads lead to a program; the first that works on this machine is taken:
+every step. These roads lead to a program; the first that works on this machine is taken:
 
     DONATED   make_fx -> torch_tpu's StaticCompiler with donated_inputs: no copy, no guards, and the
               executable pickles, so that a second start compiles nothing
-    COMPILED  torch.compile(backend="tpu"): public API only, copies donated inputs
+    PUBLIC    torch.compile(backend="tpu") around an identity `torch.tpu.pallas.jax_op` that donates:
+              public API only, no copy either, but guards at each call and nothing kept on disk
+    COMPILED  torch.compile(backend="tpu") alone: copies every donated input at every step
     EAGER     the function itself, for the plain devices `cpu` and `cuda`, which update in place
 
 All of `torch_tpu._internal` that we use is behind this module.
@@ -23,6 +25,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import cache
 from pathlib import Path
 from typing import Any, cast
 
@@ -34,12 +37,14 @@ from torchtpu.device import Device
 log = logging.getLogger(__name__)
 
 StepFunction = Callable[..., tuple[Tensor, ...]]
+"""Updates its donated inputs in place and returns them last, in their order."""
 Program = Callable[[list[Tensor]], tuple[Tensor, ...]]
 """Takes the inputs in order, gives the outputs. A donated input is unusable after the call."""
 
 
 class Road(StrEnum):
     DONATED = "donated"
+    PUBLIC = "jax_op"
     COMPILED = "torch.compile"
     EAGER = "eager"
 
@@ -60,12 +65,16 @@ class ProgramCompiler:
     """
 
     def __init__(
-        self, device: Device, identity: Mapping[str, object], cache_dir: Path | None
+        self,
+        device: Device,
+        identity: Mapping[str, object],
+        cache_dir: Path | None,
+        road: Road | None = None,
     ) -> None:
         self._device = device
         self._identity = {**identity, **_machine_identity(device)}
         self._cache_dir = cache_dir
-        self.road = probe(device)
+        self.road = probe(device) if road is None else road
         self.counters = CompileCounters()
         self._threads = ThreadPoolExecutor(2, thread_name_prefix="compile")
         # Tracing patches torch for the whole process while it lasts.
@@ -79,11 +88,9 @@ class ProgramCompiler:
         `donated` are the indices of inputs that the function updates in place and returns. Programs
         come in the order asked for, two at a time: XLA compiles one while the next is traced.
         """
-        if self.road is Road.EAGER:
-            return _done(_eager(function))
-        if self.road is Road.COMPILED:
-            self.counters.num_compiled += 1
-            return _done(_eager(torch.compile(function, backend="tpu", dynamic=False)))
+        if self.road is not Road.DONATED:
+            self.counters.num_compiled += self.road is not Road.EAGER
+            return _done(_on_road(self.road, function, donated))
         return self._threads.submit(self._make, name, function, list(inputs), list(donated))
 
     def _make(
@@ -151,23 +158,30 @@ def probe(device: Device) -> Road:
     """The best road that this device and this TorchTPU take, found by compiling a tiny program."""
     if not device.is_xla:
         return Road.EAGER
-    try:
-        ones = torch.ones(8).to(device.torch_device)
-
-        def add(cache: Tensor, one: Tensor) -> tuple[Tensor, ...]:
-            cache[:1] = cache[:1] + one[:1]
-            return (cache,)
-
-        example = [ones, ones.clone()]
-        program = cast(Program, _static_compile(_trace(add, example), example, [0]))
-        (result,) = program([ones, torch.ones(8).to(device.torch_device)])
-        if result.cpu().tolist() == [2.0] + [1.0] * 7:
-            return Road.DONATED
-    except (ImportError, AttributeError, TypeError, RuntimeError) as error:
-        log.warning(
-            "donation is not available in this TorchTPU, steps will copy the cache: %s", error
-        )
+    for road in (Road.DONATED, Road.PUBLIC):
+        try:
+            if _works(road, device):
+                return road
+        except (ImportError, AttributeError, TypeError, ValueError, RuntimeError) as error:
+            log.warning("the road %r is not open in this TorchTPU: %s", road.value, error)
+    log.warning("no road with donation is open: every step will copy the whole KV cache")
     return Road.COMPILED
+
+
+def _works(road: Road, device: Device) -> bool:
+    """Whether a program of this road computes, and updates what it was given."""
+
+    def add(one: Tensor, cache: Tensor) -> tuple[Tensor, ...]:
+        cache[:1] = cache[:1] + one[:1]
+        return (one + 1, cache)
+
+    inputs = [torch.ones(8).to(device.torch_device) for _ in range(2)]
+    if road is Road.DONATED:
+        program = cast(Program, _static_compile(_trace(add, inputs), inputs, [1]))
+    else:
+        program = _on_road(road, add, [1])
+    two, cache = program(inputs)
+    return two.cpu().tolist() == [2.0] * 8 and cache.cpu().tolist() == [2.0] + [1.0] * 7
 
 
 def backend_compilations() -> int:
@@ -198,12 +212,60 @@ def _done(program: Program) -> "Future[Program]":
     return future
 
 
-def _eager(function: Callable[..., tuple[Tensor, ...]]) -> Program:
-    def run(inputs: list[Tensor]) -> tuple[Tensor, ...]:
+def _on_road(road: Road, function: StepFunction, donated: Sequence[int]) -> Program:
+    """The program of a road that compiles when it is first called, or not at all."""
+    if road is Road.EAGER:
+        run: StepFunction = function
+    elif road is Road.PUBLIC:
+        run = _donating(function, donated)
+    else:
+        run = torch.compile(function, backend="tpu", dynamic=False)
+
+    def program(inputs: list[Tensor]) -> tuple[Tensor, ...]:
         with torch.no_grad():
-            return function(*inputs)
+            return run(*inputs)
+
+    return program
+
+
+def _donating(function: StepFunction, donated: Sequence[int]) -> StepFunction:
+    """`function` under torch.compile, its donated inputs given away through an identity operation.
+
+    The compiled graph updates what the identity returned and copies the result back to the input: XLA
+    sees that both are one buffer, so the copy costs nothing.
+    """
+    identity = _identity_op()
+
+    def body(*inputs: Tensor) -> tuple[Tensor, ...]:
+        given = [identity(t) if i in donated else t for i, t in enumerate(inputs)]
+        outputs = function(*given)
+        num_kept = len(outputs) - len(donated)
+        for index, result in zip(donated, outputs[num_kept:], strict=True):
+            inputs[index].copy_(result)
+        return outputs[:num_kept]
+
+    compiled = torch.compile(body, backend="tpu", dynamic=False)
+
+    def run(*inputs: Tensor) -> tuple[Tensor, ...]:
+        return (*compiled(*inputs), *(inputs[index] for index in donated))
 
     return run
+
+
+@cache
+def _identity_op() -> Callable[[Tensor], Tensor]:
+    import jax
+
+    def give(value: jax.Array) -> jax.Array:
+        return value
+
+    tpu: Any = torch.tpu  # type: ignore[attr-defined]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # it says that it is experimental
+        return cast(
+            Callable[[Tensor], Tensor],
+            tpu.pallas.jax_op("tpugate::give", give, donate_argnums=(0,)),
+        )
 
 
 def _machine_identity(device: Device) -> dict[str, object]:

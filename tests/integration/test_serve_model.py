@@ -78,9 +78,7 @@ class ModelServer:
 
 
 @pytest.fixture(scope="module")
-def server(
-    tmp_path_factory: pytest.TempPathFactory, smollm2_dir: Path
-) -> Iterator[ModelServer]:
+def server(tmp_path_factory: pytest.TempPathFactory, smollm2_dir: Path) -> Iterator[ModelServer]:
     served = ModelServer(tmp_path_factory.mktemp("model"))
     with served.process:
         served.wait_for_ready()

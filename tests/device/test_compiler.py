@@ -1,0 +1,96 @@
+"""Protects the roads from a function to a program: each gives the same results and updates its donated
+input, the best one is found by trying, and what is kept on disk is never trusted blindly."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from torchtpu.compiler import ProgramCompiler, Road, probe
+from torchtpu.device import Device
+
+DONATED = 2
+
+
+def step(slots: Tensor, rows: Tensor, cache: Tensor) -> tuple[Tensor, ...]:
+    cache[slots] = rows
+    return cache[slots].sum(-1) * 2, cache
+
+
+def inputs(device: Device) -> list[Tensor]:
+    rows = torch.arange(8, dtype=torch.float32).view(2, 4)
+    tensors = [torch.tensor([1, 3]), rows, torch.zeros(6, 4)]
+    return [tensor.to(device.torch_device) for tensor in tensors]
+
+
+def run(compiler: ProgramCompiler, device: Device) -> tuple[Tensor, Tensor]:
+    program = compiler.start("step", step, inputs(device), [DONATED]).result()
+    sums, cache = program(inputs(device))
+    return sums.cpu(), cache.cpu()
+
+
+@pytest.mark.parametrize("road", [Road.DONATED, Road.PUBLIC, Road.COMPILED])
+def test_every_road_computes_the_same(tpu_device: Device, road: Road) -> None:
+    sums, cache = run(ProgramCompiler(tpu_device, {}, None, road), tpu_device)
+    assert sums.tolist() == [12.0, 44.0]
+    assert cache[[1, 3]].flatten().tolist() == list(range(8))
+    assert not cache[[0, 2, 4, 5]].any()
+
+
+def test_the_best_road_is_found_by_trying(tpu_device: Device) -> None:
+    assert probe(tpu_device) is Road.DONATED
+
+
+def test_a_donated_input_cannot_be_used_again(tpu_device: Device) -> None:
+    program = (
+        ProgramCompiler(tpu_device, {}, None).start("step", step, inputs(tpu_device), [DONATED])
+    ).result()
+    given = inputs(tpu_device)
+    program(given)
+    with pytest.raises(RuntimeError, match="donated"):
+        given[DONATED].cpu()
+
+
+def test_a_second_compiler_reads_what_the_first_one_kept(
+    tpu_device: Device, tmp_path: Path
+) -> None:
+    first = ProgramCompiler(tpu_device, {"model": "a"}, tmp_path)
+    wanted = run(first, tpu_device)
+    second = ProgramCompiler(tpu_device, {"model": "a"}, tmp_path)
+    got = run(second, tpu_device)
+    assert all(torch.equal(a, b) for a, b in zip(got, wanted, strict=True))
+    assert (first.counters.num_compiled, first.counters.num_loaded) == (1, 0)
+    assert (second.counters.num_compiled, second.counters.num_loaded) == (0, 1)
+
+
+def test_another_model_does_not_get_its_program(tpu_device: Device, tmp_path: Path) -> None:
+    run(ProgramCompiler(tpu_device, {"model": "a"}, tmp_path), tpu_device)
+    other = ProgramCompiler(tpu_device, {"model": "b"}, tmp_path)
+    run(other, tpu_device)
+    assert other.counters.num_compiled == 1
+
+
+@pytest.mark.parametrize("damage", [b"", b"short", b"x" * 4000])
+def test_a_damaged_file_is_compiled_anew_and_replaced(
+    tpu_device: Device, tmp_path: Path, damage: bytes
+) -> None:
+    run(ProgramCompiler(tpu_device, {}, tmp_path), tpu_device)
+    (kept,) = tmp_path.iterdir()
+    kept.write_bytes(damage)
+    compiler = ProgramCompiler(tpu_device, {}, tmp_path)
+    sums, _ = run(compiler, tpu_device)
+    assert sums.tolist() == [12.0, 44.0]
+    assert compiler.counters.num_compiled == 1
+    assert kept.stat().st_size > len(damage)
+
+
+def test_a_plain_device_runs_the_function_itself() -> None:
+    from torchtpu.bringup import bring_up
+
+    cpu = bring_up("cpu")
+    compiler = ProgramCompiler(cpu, {}, None)
+    sums, cache = run(compiler, cpu)
+    assert compiler.road is Road.EAGER
+    assert sums.tolist() == [12.0, 44.0]
+    assert cache[3].tolist() == [4.0, 5.0, 6.0, 7.0]
