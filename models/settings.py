@@ -1,6 +1,7 @@
 """The one place of `models` that reads the environment.
 
-`TPUGATE_MODELS_DIR` is the model cache; else it is `models` in `TPUGATE_HOME`, else in `~/.cache/tpugate`.
+`TPUGATE_MODELS_DIR` is the model cache; else it is `models` in `TPUGATE_CACHE_DIR` (default
+`~/.cache/tpugate`).
 `HF_TOKEN`, `HF_HUB_OFFLINE` and their kin are read by huggingface_hub itself.
 """
 
@@ -10,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from models.errors import ModelReferenceError
+from torchtpu.environment import cache_dir
 
 
 @dataclass(frozen=True)
@@ -21,12 +23,11 @@ class ModelSettings:
     def from_environment(cls, environ: Mapping[str, str] | None = None) -> "ModelSettings":
         """Raises `ModelReferenceError` if the folder named there is not a folder."""
         env = os.environ if environ is None else environ
-        home = env.get("TPUGATE_HOME") or "~/.cache/tpugate"
-        cache_dir = Path(env.get("TPUGATE_MODELS_DIR") or Path(home) / "models")
-        cache_dir = cache_dir.expanduser().absolute()
-        if cache_dir.exists() and not cache_dir.is_dir():
-            raise ModelReferenceError(f"the model cache {cache_dir} is a file, not a folder")
-        return cls(cache_dir)
+        chosen = env.get("TPUGATE_MODELS_DIR")
+        folder = Path(chosen).expanduser().absolute() if chosen else cache_dir(env) / "models"
+        if folder.exists() and not folder.is_dir():
+            raise ModelReferenceError(f"the model cache {folder} is a file, not a folder")
+        return cls(folder)
 
 
 def child_environment(**overrides: str) -> dict[str, str]:

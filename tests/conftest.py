@@ -31,7 +31,7 @@ def tpu_device() -> Iterator[Device]:
 def smollm2_dir() -> Path:
     """The embedded default model's folder, pulled once into the user's own model cache.
 
-    `TPUGATE_MODELS_DIR` or `TPUGATE_HOME` puts that cache elsewhere.
+    `TPUGATE_MODELS_DIR` or `TPUGATE_CACHE_DIR` puts that cache elsewhere.
     """
     try:
         return resolve("smollm2-135m-instruct", ModelSettings.from_environment()).path

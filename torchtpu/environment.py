@@ -5,7 +5,7 @@ TorchTPU reads its environment once, while it is imported; so does XLA when its 
 
 | variable                   | meaning                                                                   |
 |----------------------------|---------------------------------------------------------------------------|
-| TPUGATE_CACHE_DIR          | where built and compiled things are kept; default ~/.cache/tpugate          |
+| TPUGATE_CACHE_DIR          | root of models, programs and the shim; default ~/.cache/tpugate           |
 | TPUGATE_PJRT_CPU_PLUGIN    | the PJRT CPU plugin to use where there is no TPU                          |
 | TPUGATE_TPU_PLATFORM       | what "tpu" means: auto (default), libtpu, xla-cpu                         |
 | TPUGATE_XLA_FLAGS          | flags for XLA, before those in XLA_FLAGS                                  |
@@ -55,7 +55,7 @@ def read_settings() -> DeviceSettings:
     plugin = os.environ.get("TPUGATE_PJRT_CPU_PLUGIN")
     flags = (os.environ.get("TPUGATE_XLA_FLAGS", ""), os.environ.get("XLA_FLAGS", ""))
     return DeviceSettings(
-        cache_dir=_cache_dir(),
+        cache_dir=cache_dir(),
         pjrt_cpu_plugin=Path(plugin) if plugin else None,
         tpu_platform=cast(TpuPlatform, platform),
         xla_flags=" ".join(dict.fromkeys(" ".join(flags).split())),
@@ -73,10 +73,15 @@ def child_environment(settings: DeviceSettings) -> dict[str, str]:
     return variables
 
 
-def _cache_dir() -> Path:
-    if chosen := os.environ.get("TPUGATE_CACHE_DIR"):
-        return Path(chosen)
-    if base := os.environ.get("XDG_CACHE_HOME"):
+def cache_dir(environ: Mapping[str, str] | None = None) -> Path:
+    """The root of all that can be made or fetched again: models, programs, the shim.
+
+    Raises SettingError where there is neither a setting nor a home directory.
+    """
+    env = os.environ if environ is None else environ
+    if chosen := env.get("TPUGATE_CACHE_DIR"):
+        return Path(chosen).expanduser().absolute()
+    if base := env.get("XDG_CACHE_HOME"):
         return Path(base) / "tpugate"
     try:
         return Path.home() / ".cache" / "tpugate"

@@ -102,7 +102,7 @@ def test_each_source_has_its_own_place_in_the_cache(tmp_path):
 def test_settings_come_from_the_environment_given(tmp_path):
     here = ModelSettings.from_environment({"TPUGATE_MODELS_DIR": str(tmp_path / "m")})
     assert here.cache_dir == tmp_path / "m"
-    home = ModelSettings.from_environment({"TPUGATE_HOME": str(tmp_path)})
+    home = ModelSettings.from_environment({"TPUGATE_CACHE_DIR": str(tmp_path)})
     assert home.cache_dir == tmp_path / "models"
     default = ModelSettings.from_environment({})
     assert default.cache_dir == Path(os.path.expanduser("~/.cache/tpugate/models"))
