@@ -13,6 +13,7 @@ every step. These roads lead to a program; the first that works on this machine 
 All of `torch_tpu._internal` that we use is behind this module.
 """
 
+import contextlib
 import hashlib
 import json
 import logging
@@ -20,6 +21,7 @@ import os
 import pickle
 import tempfile
 import threading
+import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -35,6 +37,9 @@ from torch import Tensor
 from torchtpu.device import Device
 
 log = logging.getLogger(__name__)
+
+UNUSED_S = 30 * 86400.0
+"""A kept program that no start has read for this long is removed."""
 
 StepFunction = Callable[..., tuple[Tensor, ...]]
 """Updates its donated inputs in place and returns them last, in their order."""
@@ -79,6 +84,8 @@ class ProgramCompiler:
         self._threads = ThreadPoolExecutor(2, thread_name_prefix="compile")
         # Tracing patches torch for the whole process while it lasts.
         self._tracing = threading.Lock()
+        self._storing = threading.Lock()
+        self._has_swept = False
 
     def start(
         self, name: str, function: StepFunction, inputs: Sequence[Tensor], donated: Sequence[int]
@@ -125,9 +132,9 @@ class ProgramCompiler:
     def _load(self, key: str) -> object | None:
         """The kept executable, or None; a damaged file is removed and compiled anew."""
         path = self._path(key)
-        if path is None or not path.exists():
+        content = None if path is None else _read(path)
+        if path is None or content is None:
             return None
-        content = path.read_bytes()
         digest, payload = content[:32], content[32:]
         if hashlib.sha256(payload).digest() == digest:
             try:
@@ -139,19 +146,62 @@ class ProgramCompiler:
                 log.warning(
                     "a kept program does not fit this TorchTPU and is compiled anew: %s", error
                 )
-        path.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            path.unlink()
         return None
 
     def _store(self, key: str, executable: object) -> None:
-        path = self._path(key)
-        if path is None:
-            return
-        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        payload = pickle.dumps(executable)
-        handle, staging = tempfile.mkstemp(dir=path.parent)
+        """Keep a program for the next start. A disk that refuses costs only that: one warning."""
+        with self._storing:
+            path = self._path(key)
+            if path is None:
+                return
+            payload = pickle.dumps(executable)
+            try:
+                path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+                if not self._has_swept:
+                    self._has_swept = True
+                    _sweep(path.parent)
+                _write(path, hashlib.sha256(payload).digest() + payload)
+            except OSError as error:
+                self._cache_dir = None
+                log.warning(
+                    "Compiled programs cannot be kept in %s (%s): the next start compiles again.",
+                    path.parent,
+                    error.strerror or error,
+                )
+
+
+def _read(path: Path) -> bytes | None:
+    """The file, its modification time set to now: that says when it was last of use."""
+    try:
+        content = path.read_bytes()
+    except OSError:
+        return None
+    with contextlib.suppress(OSError):
+        os.utime(path)
+    return content
+
+
+def _write(path: Path, content: bytes) -> None:
+    """By a rename, so that nobody reads half of it. Raises OSError and leaves nothing behind."""
+    handle, name = tempfile.mkstemp(dir=path.parent, suffix=".staging")
+    staging = Path(name)
+    try:
         with os.fdopen(handle, "wb") as file:
-            file.write(hashlib.sha256(payload).digest() + payload)
-        Path(staging).rename(path)
+            file.write(content)
+        staging.rename(path)
+    finally:
+        staging.unlink(missing_ok=True)
+
+
+def _sweep(folder: Path) -> None:
+    """Remove programs, and what interrupted starts left of them, that nobody has used for long."""
+    oldest_s = time.time() - UNUSED_S
+    for path in (*folder.glob("*.program"), *folder.glob("*.staging")):
+        with contextlib.suppress(OSError):  # another process sweeps too
+            if path.stat().st_mtime < oldest_s:
+                path.unlink()
 
 
 def probe(device: Device) -> Road:

@@ -1,6 +1,12 @@
 """Protects the roads from a function to a program: each gives the same results and updates its donated
 input, the best one is found by trying, and what is kept on disk is never trusted blindly."""
 
+import logging
+import os
+import resource
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -83,6 +89,65 @@ def test_a_damaged_file_is_compiled_anew_and_replaced(
     assert sums.tolist() == [12.0, 44.0]
     assert compiler.counters.num_compiled == 1
     assert kept.stat().st_size > len(damage)
+
+
+@contextmanager
+def files_of_at_most(num_bytes: int) -> Iterator[None]:
+    """As on a full disk: a write beyond it fails with an `OSError`."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def twice(compiler: ProgramCompiler, device: Device) -> list[float]:
+    """Two programs, one after the other; the sums of the first."""
+    sums, _ = run(compiler, device)
+    compiler.start("another", step, inputs(device), [DONATED]).result()
+    return [float(x) for x in sums]
+
+
+def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [r.getMessage() for r in caplog.records if r.name == "torchtpu.compiler"]
+
+
+def test_a_full_disk_costs_only_the_kept_programs(
+    tpu_device: Device, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    compiler = ProgramCompiler(tpu_device, {}, tmp_path)
+    with caplog.at_level(logging.WARNING), files_of_at_most(100):
+        assert twice(compiler, tpu_device) == [12.0, 44.0]
+    assert [str(tmp_path) in text for text in warnings(caplog)] == [True]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_that_cannot_be_made_costs_only_the_kept_programs(
+    tpu_device: Device, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = tmp_path / "file" / "programs"
+    folder.parent.write_text("no folder")
+    with caplog.at_level(logging.WARNING):
+        assert twice(ProgramCompiler(tpu_device, {}, folder), tpu_device) == [12.0, 44.0]
+    assert [str(folder) in text for text in warnings(caplog)] == [True]
+
+
+def test_programs_that_nobody_used_for_a_month_are_removed(
+    tpu_device: Device, tmp_path: Path
+) -> None:
+    run(ProgramCompiler(tpu_device, {}, tmp_path), tpu_device)
+    (used,) = tmp_path.iterdir()
+    unused, stale, recent = (tmp_path / name for name in ("a.program", "b.staging", "c.program"))
+    day_s = 86400
+    for path, days in ((unused, 31), (stale, 31), (recent, 29), (used, 31)):
+        path.touch()
+        os.utime(path, (time.time() - days * day_s,) * 2)
+    compiler = ProgramCompiler(tpu_device, {}, tmp_path)
+    twice(compiler, tpu_device)
+    assert compiler.counters.num_loaded == 1
+    assert not unused.exists() and not stale.exists()
+    assert recent.exists() and used.exists()
 
 
 def test_a_plain_device_runs_the_function_itself() -> None:
