@@ -177,6 +177,16 @@ def test_c16_a_prompt_three_times_the_context(shared_gateway: GatewayUnderTest):
     assert len(response.content) < 4096
 
 
+def test_c16_a_prompt_that_no_tokens_could_hold(shared_gateway: GatewayUnderTest):
+    text = "tide " * 200_000
+    refused = shared_gateway.chat(messages=[{"role": "user", "content": text}])
+    error = assert_error(refused, 400, code="context_length_exceeded", param="messages")
+    assert "characters" in error["message"]
+    body = {"model": "m-small", "prompt": ["short", text]}
+    refused = shared_gateway.client.post("/v1/completions", json=body)
+    assert_error(refused, 400, code="context_length_exceeded", param="prompt")
+
+
 def test_c16_a_huge_body_is_refused_unread(shared_gateway: GatewayUnderTest):
     body = json.dumps(chat_body(messages=[{"role": "user", "content": "x" * 30_000_000}]))
     response = shared_gateway.client.post(URL, content=body)

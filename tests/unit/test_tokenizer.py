@@ -1,8 +1,14 @@
 """Text becomes the ids the model was trained on, with BOS only where it belongs, and damage is told."""
 
+import sys
+import threading
 import zlib
+from typing import Any
 
 import pytest
+from tokenizers import AddedToken
+from tokenizers import normalizers as norm
+from tokenizers.models import WordLevel
 
 from models.errors import ModelCorruptError
 from models.tokenizer import TextTokenizer
@@ -39,3 +45,66 @@ def test_bos_is_added_on_request_only():
 def test_what_is_no_tokenizer(payload: bytes):
     with pytest.raises(ModelCorruptError, match="tokenizer cannot be read"):
         TextTokenizer(payload)
+
+
+def test_other_threads_run_while_a_text_is_encoded():
+    tokenizer, text = TextTokenizer(JSON), "x y " * 200_000
+    started, done = threading.Event(), threading.Event()
+    ids: list[int] = []
+
+    def encode() -> None:
+        started.set()
+        ids.extend(tokenizer.encode(text))
+        done.set()
+
+    num_turns = 0
+    interval_s = sys.getswitchinterval()
+    # So long that a thread runs on until it gives the interpreter lock up by itself.
+    sys.setswitchinterval(60)
+    try:
+        thread = threading.Thread(target=encode)
+        thread.start()
+        started.wait()
+        while not done.wait(0.001):
+            num_turns += 1
+        thread.join()
+    finally:
+        sys.setswitchinterval(interval_s)
+    assert len(ids) == 800_000
+    assert num_turns > 0
+
+
+def changed(change: Any) -> TextTokenizer:
+    tokenizer = scripted_tokenizer()
+    change(tokenizer)
+    return TextTokenizer(tokenizer.to_str().encode())
+
+
+def test_a_text_that_cannot_fit_is_known_by_its_length():
+    tokenizer = TextTokenizer(JSON)
+    longest = len("<|im_start|>")
+    assert tokenizer.may_fit("<|im_start|>" * 10, 10)
+    assert len(tokenizer.encode("<|im_start|>" * 10)) == 10
+    assert tokenizer.may_fit("é" * (longest // 2) * 10, 10)
+    assert not tokenizer.may_fit("é" * (longest // 2) * 10 + "x", 10)
+
+
+def test_composed_characters_are_allowed_for():
+    tokenizer = changed(lambda t: setattr(t, "normalizer", norm.NFC()))
+    text = "\u212a" * 120
+    assert len(tokenizer.encode(text)) == 120
+    assert tokenizer.may_fit(text, 120)
+    assert not tokenizer.may_fit("x" * 4801, 100)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda t: setattr(t, "normalizer", norm.Strip()),
+        lambda t: setattr(t, "normalizer", norm.Replace("  ", "")),
+        lambda t: t.add_tokens([AddedToken("<x>", lstrip=True)]),
+        lambda t: setattr(t, "model", WordLevel({"[UNK]": 0}, "[UNK]")),
+    ],
+)
+def test_no_bound_where_a_token_may_swallow_any_text(change: Any):
+    assert changed(change).may_fit("x" * 100_000, 1)

@@ -99,6 +99,7 @@ def _encode_chat(
         )
     except ChatTemplateError as error:
         raise BadRequestError(f"Invalid 'messages': {error}", param="messages") from error
+    _check_length(served, text, "messages")
     return served.tokenizer.encode(text)
 
 
@@ -107,6 +108,7 @@ def _encode_plain(served: ServedModel, prompts: list[str | list[int]]) -> list[l
     encoded: list[list[int]] = []
     for prompt in prompts:
         if isinstance(prompt, str):
+            _check_length(served, prompt, "prompt")
             token_ids = served.tokenizer.encode(prompt, add_bos=card.add_bos)
         elif max(prompt) < card.vocab_size:
             token_ids = prompt
@@ -120,6 +122,17 @@ def _encode_plain(served: ServedModel, prompts: list[str | list[int]]) -> list[l
             raise BadRequestError("Invalid 'prompt': it is empty.", param="prompt")
         encoded.append(token_ids)
     return encoded
+
+
+def _check_length(served: ServedModel, text: str, where: str) -> None:
+    """Refuse what is far too long before time is spent on tokenising it. Raises `ContextLengthError`."""
+    context_len = served.card.context_len
+    if not served.tokenizer.may_fit(text, context_len):
+        raise ContextLengthError(
+            f"This model's maximum context length is {context_len} tokens. However, you sent "
+            f"{len(text)} characters in the {where}, which is more.",
+            param=where,
+        )
 
 
 def _template_message(index: int, message: ChatMessage) -> dict[str, Any]:
