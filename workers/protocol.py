@@ -196,6 +196,8 @@ class ModelCard(msgspec.Struct, array_like=True, frozen=True, kw_only=True):
     owned_by: str = "tpugate"
     digest: str = ""
     """sha256 of tokenizer and template: a gateway reloads when it changes."""
+    max_choices: int = 128
+    """The most choices (`n`) that a worker can run for one request; 0 is 128 too."""
 
 
 Record = GenerateRequest | AbortRequest | StepDeltas | WorkerStatus | ModelCard

@@ -95,6 +95,20 @@ def test_c05_n_out_of_range(shared_gateway: GatewayUnderTest, n: int):
     assert_error(shared_gateway.chat(n=n), 400, param="n")
 
 
+@pytest.mark.parametrize("stream", [True, False])
+def test_c05_more_choices_than_the_model_has_rows(
+    peer: GatewayPeer, start_worker: Any, start_gateway: StartGateway, stream: bool
+):
+    gateway = start_gateway()
+    start_worker("a", max_rows="2")
+    gateway.wait_for_ready()
+    error = assert_error(gateway.chat(n=3, stream=stream), 400, param="n")
+    assert "at most 2" in error["message"]
+    body = {"model": "m-small", "prompt": "a", "n": 3, "stream": stream}
+    assert_error(gateway.client.post("/v1/completions", json=body), 400, param="n")
+    assert gateway.chat(n=2).status_code == 200
+
+
 def test_c08_parts_reach_the_prompt_in_order(shared_gateway: GatewayUnderTest):
     parts = [{"type": "text", "text": "Part one: 2 "}, {"type": "text", "text": "part two"}]
     system = {"role": "system", "content": [{"type": "text", "text": "One word."}]}

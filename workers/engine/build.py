@@ -217,6 +217,7 @@ class _Builder:
             special_tokens=tokens.special_tokens,
             add_bos=tokens.add_bos,
             digest=hashlib.sha256(tokens.tokenizer_json + template.encode()).hexdigest(),
+            max_choices=self._ladder.max_rows,
         )
 
 

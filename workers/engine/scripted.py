@@ -32,6 +32,7 @@ FAULTS = frozenset((FAIL, HANG, EXIT))
 EXIT_CODE = 70
 FAILURE = "The script asked for a failure."
 CONTEXT_LEN = 8192
+CAPACITY = 256
 SPECIAL_TOKENS = ("<|im_start|>", "<|im_end|>")
 CHAT_TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n"
@@ -136,7 +137,7 @@ class ScriptedEngine:
     """First come, first served; each running choice takes one of `capacity` rows."""
 
     def __init__(
-        self, capacity: int = 256, context_len: int = CONTEXT_LEN, step_delay_s: float = 0.0
+        self, capacity: int = CAPACITY, context_len: int = CONTEXT_LEN, step_delay_s: float = 0.0
     ) -> None:
         self._capacity = capacity
         self._context_len = context_len
@@ -240,7 +241,9 @@ def scripted_tokenizer() -> Tokenizer:
     return tokenizer
 
 
-def scripted_card(model: str, context_len: int = CONTEXT_LEN) -> ModelCard:
+def scripted_card(
+    model: str, context_len: int = CONTEXT_LEN, max_choices: int = CAPACITY
+) -> ModelCard:
     """What gateways read of a model that the scripted engine plays."""
     tokenizer = scripted_tokenizer()
     tokenizer_json = tokenizer.to_str().encode()
@@ -254,10 +257,12 @@ def scripted_card(model: str, context_len: int = CONTEXT_LEN) -> ModelCard:
         special_tokens={"eos_token": SPECIAL_TOKENS[1]},
         engine="scripted",
         digest=hashlib.sha256(tokenizer_json + CHAT_TEMPLATE.encode()).hexdigest(),
+        max_choices=max_choices,
     )
 
 
 def build_scripted(model: str, engine: ScriptedEngine, progress: Progress) -> LoadedEngine:
     """The scripted counterpart of loading a model."""
     progress("script ready", 1.0)
-    return LoadedEngine(engine=engine, card=scripted_card(model, engine.context_len))
+    card = scripted_card(model, engine.context_len, engine.capacity)
+    return LoadedEngine(engine=engine, card=card)

@@ -14,6 +14,7 @@ from gateway.domain.accounts.services import Principal
 from gateway.domain.openai.answers import Plan, collect, stream
 from gateway.domain.openai.prompts import Prompt, chat_prompt, completion_prompts, new_request_id
 from gateway.domain.openai.schemas import (
+    MAX_CHOICES,
     ChatCompletionRequest,
     CompletionRequest,
     GenerationBody,
@@ -42,6 +43,7 @@ class CompletionService:
         started_s = time.monotonic()
         body = parse(ChatCompletionRequest, await self._read_body(request))
         served = self._dispatcher.lookup(body.model)
+        _check_num_choices(served, body)
         inline_bytes = self._settings.inline_text_bytes
         prompt = await chat_prompt(served, body, request.headers, inline_bytes)
         plan = _plan(served, body, started_s)
@@ -52,6 +54,7 @@ class CompletionService:
         started_s = time.monotonic()
         body = parse(CompletionRequest, await self._read_body(request))
         served = self._dispatcher.lookup(body.model)
+        _check_num_choices(served, body)
         inline_bytes = self._settings.inline_text_bytes
         prompts = await completion_prompts(served, body, request.headers, inline_bytes)
         if len(prompts) > self._settings.queue_limit:
@@ -124,6 +127,16 @@ class CompletionService:
             deadline_s=now_s + self._settings.request_timeout_s,
             priority=body.priority or 0,
             script=prompt.script,
+        )
+
+
+def _check_num_choices(served: ServedModel, body: GenerationBody) -> None:
+    most = min(served.card.max_choices or MAX_CHOICES, MAX_CHOICES)
+    if body.num_choices > most:
+        raise BadRequestError(
+            f"Invalid 'n': this model gives at most {most} choices at a time.",
+            param="n",
+            code="invalid_value",
         )
 
 
