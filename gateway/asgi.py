@@ -6,6 +6,7 @@ import re
 import secrets
 import signal
 import socket
+import sys
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
@@ -221,9 +222,13 @@ async def _check_data_folder(settings: GatewaySettings) -> None:
     """Do what the lifespan does first once here, where its failure is one sentence and not a framework's trace."""
     database = Database(settings)
     try:
-        await AccountService(settings, database).prepare()
+        notice = await AccountService(settings, database).prepare()
     finally:
         await database.close()
+    if notice is not None:
+        # Not through the log, which is kept and passed on.
+        sys.stderr.write(notice + "\n")
+        sys.stderr.flush()
 
 
 def _listen(host: str, port: int) -> socket.socket:

@@ -6,7 +6,7 @@ import stat
 import httpx
 
 from gateway.domain.accounts.services import KEY_PREFIX
-from tests.fakes.gateway import GatewayUnderTest, assert_error
+from tests.fakes.gateway import ADMIN_KEY, GatewayUnderTest, assert_error
 from tests.integration.conftest import StartGateway
 
 KEYS = "/admin/api/keys"
@@ -49,6 +49,8 @@ def test_the_first_start_makes_an_admin_key_and_shows_it_once(start_gateway: Sta
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     assert stat.S_IMODE((gateway.data_dir / "secret.key").stat().st_mode) == 0o600
     assert re.findall(r"tpg-[\w-]+", gateway.output) == [key]
+    line = next(line for line in gateway.output.splitlines() if key in line)
+    assert line.startswith("The admin's API key")
     assert as_holder(gateway, key, KEYS).status_code == 200
     gateway.kill()
     again = start_gateway(admin_key="", data_dir=gateway.data_dir)
@@ -63,3 +65,49 @@ def test_the_environment_replaces_the_admin_key(start_gateway: StartGateway):
     second = start_gateway(admin_key=new_key, data_dir=first.data_dir)
     assert as_holder(second, new_key, KEYS).status_code == 200
     assert_error(second.client.get(KEYS), 401, code="invalid_api_key")
+
+
+def admin_key_id(gateway: GatewayUnderTest, last4: str) -> str:
+    listed = gateway.client.get(KEYS).json()["data"]
+    return next(item["id"] for item in listed if item["last4"] == last4)
+
+
+def test_a_revoked_admin_key_stays_revoked(start_gateway: StartGateway):
+    first = start_gateway(key_cache_s="0")
+    made = first.client.post(KEYS, json={"name": "other", "role": "admin"}).json()["key"]
+    key_id = admin_key_id(first, ADMIN_KEY[-4:])
+    assert first.client.delete(f"{KEYS}/{key_id}").status_code == 204
+    first.kill()
+    second = start_gateway(data_dir=first.data_dir)
+    assert_error(second.client.get(KEYS), 401, code="invalid_api_key")
+    assert second.output.count("is revoked") == 1
+    second.kill()
+    new_key = "tpg-another-admin-key-0002"
+    third = start_gateway(admin_key=new_key, data_dir=first.data_dir)
+    assert_error(third.client.get(KEYS), 401, code="invalid_api_key")
+    for key in (new_key, made):
+        assert as_holder(third, key, KEYS).status_code == 200
+
+
+def test_a_revoked_key_of_the_first_start_stays_revoked(start_gateway: StartGateway):
+    first = start_gateway(admin_key="")
+    key = (first.data_dir / "admin.key").read_text()
+    headers = {"authorization": f"Bearer {key}"}
+    (row,) = httpx.get(first.url + KEYS, headers=headers).json()["data"]
+    assert httpx.delete(f"{first.url}{KEYS}/{row['id']}", headers=headers).status_code == 204
+    first.kill()
+    second = start_gateway(admin_key="", data_dir=first.data_dir)
+    assert_error(as_holder(second, key, KEYS), 401, code="invalid_api_key")
+
+
+def test_the_first_admin_keys_name_is_its_own(start_gateway: StartGateway):
+    gateway = start_gateway()
+    refused = gateway.client.post(KEYS, json={"name": "admin (first start)"})
+    assert_error(refused, 400, param="name")
+
+
+def test_a_name_with_nul(start_gateway: StartGateway):
+    gateway = start_gateway()
+    refused = gateway.client.post(KEYS, json={"name": "a\0b"})
+    error = assert_error(refused, 400, param="name")
+    assert "NUL" in error["message"]

@@ -3,9 +3,11 @@
 from datetime import datetime
 from uuid import UUID
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic_core import PydanticCustomError
 
 from gateway.db.models import Role
+from gateway.domain.accounts.services import ADMIN_NAME
 
 
 class CreateKey(BaseModel):
@@ -13,6 +15,15 @@ class CreateKey(BaseModel):
 
     name: str = Field(min_length=1, max_length=100)
     role: Role = Role.MEMBER
+
+    @field_validator("name")
+    @classmethod
+    def _usable(cls, value: str) -> str:
+        if "\0" in value:
+            raise PydanticCustomError("invalid_value", "A name cannot hold the character NUL.")
+        if value == ADMIN_NAME:
+            raise PydanticCustomError("invalid_value", "This name is the first admin key's own.")
+        return value
 
 
 class KeyInfo(BaseModel):

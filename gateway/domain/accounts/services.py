@@ -1,7 +1,6 @@
 """API keys: made, looked up, revoked. Only a keyed hash is kept."""
 
 import hashlib
-import logging
 import os
 import secrets
 import time
@@ -18,11 +17,11 @@ from gateway.db.models import ApiKey, Role
 from gateway.errors import NotFoundError, StartupError, UnauthorizedError
 from gateway.settings import GatewaySettings
 
-logger = logging.getLogger(__name__)
-
 KEY_PREFIX = "tpg-"
-_ADMIN_NAME = "admin (first start)"
+ADMIN_NAME = "admin (first start)"
+"""Kept for the key that the start of a gateway makes or sets."""
 _MAX_CACHED = 10_000
+REVOKED = "The admin's API key is revoked; TPUGATE_ADMIN_KEY can set another one."
 
 
 @dataclass(frozen=True)
@@ -49,8 +48,11 @@ class AccountService:
         self._secret = b""
         self._cache: dict[bytes, _Cached] = {}
 
-    async def prepare(self) -> None:
-        """Make secret, tables and the admin's key where they are missing. Raises `StartupError`."""
+    async def prepare(self) -> str | None:
+        """Make secret, tables and the admin's key where they are missing. Raises `StartupError`.
+
+        Returns a line for whoever starts the gateway: a new key, which is shown this once, or what is wrong.
+        """
         folder = self._settings.data_dir
         try:
             folder.mkdir(parents=True, exist_ok=True)
@@ -61,12 +63,17 @@ class AccountService:
                 f"the data folder {folder} cannot be used: {error.strerror}"
             ) from error
         await self._database.create_tables()
-        key = admin_key or new_key()
-        if not await self._register_admin(key) or admin_key:
-            return
         path = folder / "admin.key"
-        if _private_file(path, key) == key:
-            logger.warning("The admin's API key, shown this once: %s (kept in %s)", key, path)
+        if admin_key:
+            is_valid = await self._register_admin(admin_key)
+            return None if is_valid else REVOKED
+        # The file decides between gateways that start at the same time.
+        made = new_key()
+        key = _private_file(path, made)
+        await self._register_admin(key)
+        return (
+            f"The admin's API key, shown this once: {key} (kept in {path})" if key == made else None
+        )
 
     async def authenticate(self, authorization: str | None) -> Principal:
         """Who sent this header. Raises `UnauthorizedError`."""
@@ -128,17 +135,26 @@ class AccountService:
         return cached
 
     async def _register_admin(self, key: str) -> bool:
-        """Make `key` the admin's only one; False if another gateway is doing the same right now."""
+        """Let `key` be the admin's, instead of the one before it; False if it has been revoked."""
         digest = self._hash(key)
         try:
             async with self._database.session() as session:
-                row = await session.scalar(select(ApiKey).where(ApiKey.name == _ADMIN_NAME))
+                row = await session.scalar(select(ApiKey).where(ApiKey.key_hash == digest))
+                if row is not None:
+                    return row.revoked_at is None
+                row = await session.scalar(
+                    select(ApiKey)
+                    .where(ApiKey.name == ADMIN_NAME, ApiKey.revoked_at.is_(None))
+                    .order_by(ApiKey.created_at)
+                    .limit(1)
+                )
                 if row is None:
-                    row = ApiKey(name=_ADMIN_NAME, role=Role.ADMIN, key_hash=digest, last4=key[-4:])
+                    row = ApiKey(name=ADMIN_NAME, role=Role.ADMIN, key_hash=digest)
                     session.add(row)
-                row.key_hash, row.last4, row.revoked_at = digest, key[-4:], None
+                row.key_hash, row.last4 = digest, key[-4:]
         except IntegrityError:
-            return False
+            # Another gateway has just done the same.
+            return True
         return True
 
 
