@@ -19,7 +19,7 @@ _REDIS_SCHEMES = ("redis://", "rediss://", "unix://")
 class GatewaySettings(BaseModel):
     """Frozen. Durations are seconds."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True)
 
     host: str = "127.0.0.1"
     port: int = Field(default=8000, ge=0, le=65535)

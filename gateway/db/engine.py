@@ -4,6 +4,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 from advanced_alchemy.base import UUIDAuditBase
+from sqlalchemy import make_url
 from sqlalchemy.exc import SQLAlchemyError
 from sqlalchemy.ext.asyncio import AsyncSession, async_sessionmaker, create_async_engine
 
@@ -15,9 +16,9 @@ class Database:
     """Owns the engine; one per application."""
 
     def __init__(self, settings: GatewaySettings) -> None:
-        self._path = settings.data_dir / "tpugate.sqlite"
-        url = settings.database_url or f"sqlite+aiosqlite:///{self._path}"
+        url = settings.database_url or f"sqlite+aiosqlite:///{settings.data_dir / 'tpugate.sqlite'}"
         try:
+            self._name = _shown(url)
             self._engine = create_async_engine(url)
         except (SQLAlchemyError, ImportError) as error:
             raise StartupError(f"TPUGATE_DATABASE_URL cannot be used: {error}") from error
@@ -30,7 +31,7 @@ class Database:
                 await connection.run_sync(UUIDAuditBase.metadata.create_all)
         except (SQLAlchemyError, OSError) as error:
             reason = str(getattr(error, "orig", error)).splitlines()[0]
-            raise StartupError(f"the database {self._path} cannot be opened: {reason}") from error
+            raise StartupError(f"the database {self._name} cannot be opened: {reason}") from error
 
     @asynccontextmanager
     async def session(self) -> AsyncIterator[AsyncSession]:
@@ -40,3 +41,12 @@ class Database:
 
     async def close(self) -> None:
         await self._engine.dispose()
+
+
+def _shown(url: str) -> str:
+    """A file's path, or host, port and name: nothing secret."""
+    parsed = make_url(url)
+    if parsed.host is None:
+        return parsed.database or "in memory"
+    port = f":{parsed.port}" if parsed.port else ""
+    return f"{parsed.host}{port}/{parsed.database or ''}"

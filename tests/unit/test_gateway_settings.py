@@ -56,3 +56,19 @@ def test_a_database_that_is_none(tmp_path: Path):
     (tmp_path / "tpugate.sqlite").write_bytes(b"this is no database" * 100)
     with pytest.raises(StartupError, match="database"):
         asyncio.run(serve(GatewaySettings(port=0, data_dir=tmp_path)))
+
+
+def test_a_database_server_that_is_away(tmp_path: Path):
+    with socket.socket() as unheard:
+        unheard.bind(("127.0.0.1", 0))
+        place = f"127.0.0.1:{unheard.getsockname()[1]}/keys"
+        url = f"postgresql+asyncpg://user:hidden@{place}"
+        settings = GatewaySettings(port=0, data_dir=tmp_path, database_url=url)
+        with pytest.raises(StartupError, match=f"the database {place} cannot") as caught:
+            asyncio.run(serve(settings))
+    assert "hidden" not in str(caught.value)
+
+
+def test_the_default_folder_is_the_users(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert GatewaySettings().data_dir == tmp_path / ".local/share/tpugate"
