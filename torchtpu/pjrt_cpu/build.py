@@ -33,7 +33,7 @@ def compiler_version(compiler: Path) -> str:
 
 
 def build_shim(cache_dir: Path) -> Path:
-    """Path of the built shim under `cache_dir`, compiling it if it is not there.
+    """Path of the built shim under `cache_dir`, compiling it if it is not there or damaged.
 
     Safe in several processes at once: each compiles to a file of its own and renames it into place.
     Raises NoCompilerError, or ShimBuildError when the compiler fails or the cache cannot be written.
@@ -47,19 +47,38 @@ def build_shim(cache_dir: Path) -> Path:
     ):
         key.update(hashlib.sha256(part).digest())
     target = cache_dir / "pjrt_cpu" / f"shim-{key.hexdigest()[:16]}.so"
-    if target.exists():
+    if _is_whole(target):
         return target
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=target.parent) as folder:
             built = Path(folder) / "shim.so"
             _run([str(compiler), *_FLAGS, str(SOURCE), "-o", str(built), *_LIBRARIES])
+            digest = Path(folder) / "digest"
+            digest.write_text(_digest(built), encoding="ascii")
+            os.replace(digest, _digest_file(target))
             os.replace(built, target)
     except OSError as error:
         raise ShimBuildError(
             f"The PJRT shim cannot be kept in {target.parent}: {error}."
         ) from error
     return target
+
+
+def _is_whole(shim: Path) -> bool:
+    """Whether it is there as it was built. Loading a damaged one to see may end this process."""
+    try:
+        return _digest_file(shim).read_text(encoding="ascii") == _digest(shim)
+    except (OSError, UnicodeDecodeError):
+        return False
+
+
+def _digest_file(shim: Path) -> Path:
+    return shim.with_suffix(".sha256")
+
+
+def _digest(shim: Path) -> str:
+    return hashlib.sha256(shim.read_bytes()).hexdigest()
 
 
 def _run(command: list[str]) -> str:
