@@ -3,7 +3,7 @@
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -14,6 +14,9 @@ from models.errors import ModelError, ModelReferenceError
 from models.progress import Progress
 from models.references import ModelReference, parse_reference
 from models.settings import ModelSettings
+
+if TYPE_CHECKING:
+    from models.store import StoredModel
 
 
 @click.group()
@@ -31,36 +34,8 @@ _json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON.
 @_json_option
 def list_models(as_json: bool) -> None:
     """List the catalogue and the models on this machine."""
-    from models.library import is_stored
-    from models.store import ModelStore
-
     with _clear_errors():
-        settings = ModelSettings.from_environment()
-        rows: list[dict[str, Any]] = []
-        for entry in catalogue.ENTRIES:
-            stored = is_stored(ModelReference(entry.id, entry.source, entry), settings)
-            rows.append(
-                {
-                    "id": entry.id,
-                    "state": "ready" if stored else "not pulled",
-                    "bytes": None,
-                    "licence": entry.licence,
-                    "description": entry.description,
-                }
-            )
-        by_id = {row["id"]: row for row in rows}
-        for model in ModelStore(settings).list():
-            if model.manifest is None:
-                rows.append(_row(model.key, "corrupt"))
-            elif model.manifest.id in by_id:
-                row = by_id[model.manifest.id]
-                row["bytes"] = model.manifest.size
-                if row["state"] != "ready":
-                    row["state"] = "outdated"  # another version of tpugate prepares it otherwise
-            else:
-                row = _row(model.manifest.id, "ready")
-                row |= {"bytes": model.manifest.size, "licence": model.manifest.licence}
-                rows.append(row)
+        rows = _rows(ModelSettings.from_environment())
     if as_json:
         click.echo(json.dumps(rows, indent=2))
         return
@@ -114,6 +89,35 @@ def rm(ref: str, as_json: bool) -> None:
     click.echo(json.dumps({"removed": keys}) if as_json else f"removed {', '.join(keys)}")
 
 
+def _rows(settings: ModelSettings) -> list[dict[str, Any]]:
+    """One row for each model, of the catalogue or in the cache, however many versions are there."""
+    from models.library import store_key
+    from models.store import ModelStore
+
+    rows: dict[str, dict[str, Any]] = {}
+    current: dict[str, str] = {}
+    for entry in catalogue.ENTRIES:
+        about = {"licence": entry.licence, "description": entry.description}
+        rows[entry.id] = _row(entry.id, "not pulled") | about
+        current[store_key(ModelReference(entry.id, entry.source, entry))] = entry.id
+    for model in ModelStore(settings).list():
+        name = current.get(model.key) or (model.manifest.id if model.manifest else model.key)
+        # Another key for a name of the catalogue: another version of tpugate prepares it otherwise.
+        is_outdated = name in current.values() and model.key not in current
+        state = "outdated" if is_outdated else _state(model)
+        row = rows.setdefault(name, _row(name, state))
+        if not is_outdated or row["state"] == "not pulled":
+            row["state"] = state
+        if model.manifest is not None:
+            row["bytes"] = (row["bytes"] or 0) + model.manifest.size
+            row["licence"] = row["licence"] or model.manifest.licence
+    return list(rows.values())
+
+
+def _state(model: "StoredModel") -> str:
+    return "ready" if model.is_whole else "corrupt"
+
+
 def _facts(ref: str, settings: ModelSettings) -> dict[str, Any]:
     from models.library import find_stored
 
@@ -123,7 +127,7 @@ def _facts(ref: str, settings: ModelSettings) -> dict[str, Any]:
     facts: dict[str, Any] = {
         "id": reference.id,
         "source": type(reference.source).__name__.removesuffix("Source").lower(),
-        "state": "ready" if stored else "not pulled",
+        "state": _state(stored[0]) if stored else "not pulled",
         "path": str(stored[0].path) if stored else None,
     }
     if isinstance(reference.source, FolderSource):

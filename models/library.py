@@ -52,12 +52,8 @@ def resolve(
     store, key = ModelStore(settings), store_key(reference)
     if not store.path(key).exists():
         store.add(key, _header(ref, reference), _Filler(reference, progress), progress)
-    manifest = store.check(key, verify=verify, progress=progress)
+    manifest = store.check(key, reference=ref, verify=verify, progress=progress)
     return LocalModel(reference.id, store.path(key), reference.entry, manifest)
-
-
-def is_stored(reference: ModelReference, settings: ModelSettings) -> bool:
-    return ModelStore(settings).path(store_key(reference)).exists()
 
 
 def find_stored(name: str, settings: ModelSettings) -> list[StoredModel]:

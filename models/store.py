@@ -93,6 +93,13 @@ class StoredModel:
     manifest: Manifest | None
     """None if it cannot be read."""
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether every file is there in its size; looks at no contents."""
+        return self.manifest is not None and not any(
+            _size_problem(self.path / name, record) for name, record in self.manifest.files.items()
+        )
+
 
 Fill = Callable[[Staging], dict[str, str]]
 """Puts a model's files into `model_dir`; returns where they came from, for the manifest."""
@@ -121,33 +128,39 @@ class ModelStore:
             finally:
                 _drop_if_empty(staging.download_dir)
 
-    def check(self, key: str, *, verify: bool = False, progress: Progress = silent) -> Manifest:
+    def check(
+        self,
+        key: str,
+        *,
+        reference: str | None = None,
+        verify: bool = False,
+        progress: Progress = silent,
+    ) -> Manifest:
         """The manifest of a stored model whose files are as recorded.
 
-        Sizes and the headers of weight files are always compared, hashes with `verify`. Raises
-        `ModelNotFoundError` or `ModelCorruptError`, which names the file and the repair.
+        Sizes, headers of weight files and hashes of all others are always compared, hashes of weights
+        with `verify`. Raises `ModelNotFoundError` or `ModelCorruptError`, which names the file and the
+        repair. `reference` is what the model was asked for by; an unreadable manifest does not tell.
         """
         folder = self.path(key)
         if not folder.is_dir():
             raise ModelNotFoundError(f"{key} is not in the model cache {self.root}")
         manifest = self._read_manifest(key)
         if manifest is None:
-            raise _corrupt(folder / MANIFEST, "is missing or unreadable", key)
+            raise _corrupt(folder / MANIFEST, "is missing or unreadable", key, reference)
         for done, (name, record) in enumerate(manifest.files.items()):
             file = folder / name
-            if not file.is_file():
-                raise _corrupt(file, "is missing", manifest.reference)
-            if file.stat().st_size != record.size:
-                detail = f"has {file.stat().st_size} bytes instead of {record.size}"
-                raise _corrupt(file, detail, manifest.reference)
-            if verify:
-                progress(f"verify {manifest.id}", done / len(manifest.files))
+            problem = _size_problem(file, record)
+            is_weights = file.suffix == ".safetensors"
+            if not problem and (verify or not is_weights):
+                if verify:
+                    progress(f"verify {manifest.id}", done / len(manifest.files))
                 if sha256_of(file) != record.sha256:
-                    raise _corrupt(file, "does not have its recorded sha256", manifest.reference)
-            if file.suffix == ".safetensors":
+                    problem = "does not have its recorded sha256"
+            if not problem and is_weights:
                 problem = safetensors_problem(file)
-                if problem:
-                    raise _corrupt(file, problem, manifest.reference)
+            if problem:
+                raise _corrupt(file, problem, key, manifest.reference)
         return manifest
 
     def list(self) -> list[StoredModel]:
@@ -288,10 +301,18 @@ def safetensors_problem(file: Path) -> str | None:
         return f"is no valid safetensors file ({error})"
 
 
-def _corrupt(file: Path, problem: str, reference: str) -> ModelCorruptError:
+def _size_problem(file: Path, record: FileRecord) -> str | None:
+    if not file.is_file():
+        return "is missing"
+    size = file.stat().st_size
+    return None if size == record.size else f"has {size} bytes instead of {record.size}"
+
+
+def _corrupt(file: Path, problem: str, key: str, reference: str | None) -> ModelCorruptError:
+    """`reference` is what can be pulled; without it only the key in the cache is known."""
+    pull = f"`tpugate models pull {reference}`" if reference else "pull the model"
     return ModelCorruptError(
-        f"{file} {problem}; repair it with `tpugate models rm {reference}` "
-        f"and then `tpugate models pull {reference}`"
+        f"{file} {problem}; repair it with `tpugate models rm {reference or key}` and then {pull}"
     )
 
 

@@ -122,6 +122,7 @@ def break_header(path: Path) -> None:
         ("model.safetensors", break_header, False, "no valid safetensors file"),
         ("model.safetensors", flip, True, "sha256"),
         ("config.json", Path.unlink, False, "is missing"),
+        ("config.json", flip, False, "sha256"),
         ("manifest.json", shorten, False, "missing or unreadable"),
     ],
 )
@@ -129,11 +130,25 @@ def test_a_damaged_file_is_named_together_with_the_repair(store, name, damage, v
     store.add("tiny--1", HEADER, fill)
     damage(store.path("tiny--1") / name)
     with pytest.raises(ModelCorruptError) as caught:
-        store.check("tiny--1", verify=verify)
+        store.check("tiny--1", reference="tiny", verify=verify)
     sentence = str(caught.value)
     assert words in sentence and name in sentence and "\n" not in sentence
-    reference = "tiny--1" if name == "manifest.json" else "tiny"
-    assert f"`tpugate models rm {reference}`" in sentence
+    assert "`tpugate models rm tiny` and then `tpugate models pull tiny`" in sentence
+
+
+def test_a_model_without_manifest_or_reference_can_be_removed_by_its_key(store):
+    store.add("tiny--1", HEADER, fill)
+    shorten(store.path("tiny--1") / "manifest.json")
+    with pytest.raises(ModelCorruptError, match="`tpugate models rm tiny--1` and then pull"):
+        store.check("tiny--1")
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "config.json", "manifest.json"])
+def test_a_listed_model_with_a_shortened_file_is_not_whole(store, name):
+    store.add("tiny--1", HEADER, fill)
+    assert [model.is_whole for model in store.list()] == [True]
+    shorten(store.path("tiny--1") / name)
+    assert [model.is_whole for model in store.list()] == [False]
 
 
 def test_remove_takes_the_model_and_what_an_interrupted_pull_left(store):
