@@ -201,6 +201,21 @@ def test_c16_a_prompt_that_no_tokens_could_hold(shared_gateway: GatewayUnderTest
     assert_error(refused, 400, code="context_length_exceeded", param="prompt")
 
 
+def test_c12_the_limit_that_counts_is_named(shared_gateway: GatewayUnderTest):
+    refused = shared_gateway.chat(max_completion_tokens=1_000_000, max_tokens=5)
+    assert_error(refused, 400, code="context_length_exceeded", param="max_completion_tokens")
+
+
+@pytest.mark.parametrize("name", ["messages", "tools", "documents", "add_generation_prompt"])
+def test_variables_of_the_template_that_are_not_the_clients(
+    shared_gateway: GatewayUnderTest, name: str
+):
+    error = assert_error(
+        shared_gateway.chat(chat_template_kwargs={name: 1}), 400, param="chat_template_kwargs"
+    )
+    assert f"'{name}'" in error["message"]
+
+
 def test_c16_a_huge_body_is_refused_unread(shared_gateway: GatewayUnderTest):
     body = json.dumps(chat_body(messages=[{"role": "user", "content": "x" * 30_000_000}]))
     response = shared_gateway.client.post(URL, content=body)

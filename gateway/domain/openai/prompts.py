@@ -18,6 +18,7 @@ from gateway.domain.openai.schemas import (
     GenerationBody,
 )
 from gateway.errors import BadRequestError, ContextLengthError
+from models.chat_templates import RESERVED_VARIABLES, ChatTemplate
 from models.errors import ChatTemplateError
 from workers.protocol import SamplingParams
 
@@ -45,8 +46,7 @@ async def chat_prompt(
         token_ids = await asyncio.to_thread(_encode_chat, served, body, messages)
     else:
         token_ids = _encode_chat(served, body, messages)
-    asked = body.max_completion_tokens or body.max_tokens
-    sampling = _sampling(served, body, asked, len(token_ids), "messages")
+    sampling = _sampling(served, body, body.asked_tokens, len(token_ids), "messages")
     script = None
     if served.card.engine == "scripted":
         users = [message["content"] for message in messages if message["role"] == "user"]
@@ -67,7 +67,7 @@ async def completion_prompts(
     prompts: list[Prompt] = []
     for prompt, token_ids in zip(given, encoded, strict=True):
         left = served.card.context_len - len(token_ids)
-        asked = body.max_tokens or max(1, min(_COMPLETION_MAX_TOKENS, left))
+        asked = body.asked_tokens or max(1, min(_COMPLETION_MAX_TOKENS, left))
         sampling = _sampling(served, body, asked, len(token_ids), "prompt")
         script = None
         if served.card.engine == "scripted":
@@ -89,18 +89,34 @@ def _encode_chat(
             "This model has no chat template; use /v1/completions.", param="model"
         )
     extra = dict(body.chat_template_kwargs or {})
+    reserved = sorted(RESERVED_VARIABLES.intersection(extra))
+    if reserved:
+        raise BadRequestError(
+            f"Invalid 'chat_template_kwargs': the variable '{reserved[0]}' cannot be set.",
+            param="chat_template_kwargs",
+            code="invalid_value",
+        )
     if body.reasoning_effort is not None:
         extra.setdefault("reasoning_effort", body.reasoning_effort)
+    is_prompt = body.add_generation_prompt is not False
     try:
-        text = served.template.render(
-            messages,
-            add_generation_prompt=body.add_generation_prompt is not False,
-            extra=extra,
-        )
+        text = served.template.render(messages, add_generation_prompt=is_prompt, extra=extra)
     except ChatTemplateError as error:
-        raise BadRequestError(f"Invalid 'messages': {error}", param="messages") from error
+        at_fault = "messages"
+        if body.chat_template_kwargs and _can_render(served.template, messages):
+            at_fault = "chat_template_kwargs"
+        raise BadRequestError(f"Invalid '{at_fault}': {error}", param=at_fault) from error
     _check_length(served, text, "messages")
     return served.tokenizer.encode(text)
+
+
+def _can_render(template: ChatTemplate, messages: list[dict[str, Any]]) -> bool:
+    """Whether the messages are fine without a client's variables."""
+    try:
+        template.render(messages)
+    except ChatTemplateError:
+        return False
+    return True
 
 
 def _encode_plain(served: ServedModel, prompts: list[str | list[int]]) -> list[list[int]]:
@@ -173,7 +189,16 @@ def _sampling(
     served: ServedModel, body: GenerationBody, asked: int | None, prompt_len: int, where: str
 ) -> SamplingParams:
     """Check what depends on the model, and fill in defaults."""
-    max_tokens = _max_tokens(served.card.context_len, asked, prompt_len, where)
+    context_len = served.card.context_len
+    left = context_len - prompt_len
+    if left < 1 or (asked or 1) > left:
+        wanted = asked or 1
+        raise ContextLengthError(
+            f"This model's maximum context length is {context_len} tokens. However, you requested "
+            f"{prompt_len + wanted} tokens ({prompt_len} in the {where}, {wanted} in the completion).",
+            param=where if left < 1 or asked is None else body.limit_field,
+        )
+    max_tokens = asked or left
     min_tokens = body.min_tokens or 0
     if min_tokens > max_tokens:
         raise BadRequestError(
@@ -201,18 +226,6 @@ def _sampling(
         min_tokens=min_tokens,
         skip_special_tokens=body.skip_special_tokens is not False,
     )
-
-
-def _max_tokens(context_len: int, asked: int | None, prompt_len: int, where: str) -> int:
-    left = context_len - prompt_len
-    if left < 1 or (asked or 1) > left:
-        wanted = asked or 1
-        raise ContextLengthError(
-            f"This model's maximum context length is {context_len} tokens. However, you requested "
-            f"{prompt_len + wanted} tokens ({prompt_len} in the {where}, {wanted} in the completion).",
-            param=where if left < 1 or asked is None else "max_tokens",
-        )
-    return asked or left
 
 
 def _script(headers: Headers, text: str) -> tuple[bytes, ...]:

@@ -166,10 +166,26 @@ class GenerationBody(_Body):
     guided_choice: Any = None
     guided_grammar: Any = None
     structured_outputs: Any = None
-    bad_words: Any = None
+    bad_words: list[Any] | None = None
     allowed_token_ids: Any = None
     truncate_prompt_tokens: Any = None
-    use_beam_search: Any = None
+    use_beam_search: bool | None = None
+    length_penalty: float | None = None
+    include_stop_str_in_output: bool | None = None
+    return_token_ids: bool | None = None
+    best_of: Annotated[int, Field(ge=1, le=20)] | None = None
+    echo: bool | None = None
+    # Of no effect on an answer.
+    user: str | None = None
+
+    @property
+    def limit_field(self) -> str:
+        """Name of the field that bounds the answer's length."""
+        return "max_tokens"
+
+    @property
+    def asked_tokens(self) -> int | None:
+        return self.max_tokens
 
     @property
     def num_choices(self) -> int:
@@ -196,31 +212,40 @@ class ChatCompletionRequest(GenerationBody):
     """Given to the chat template as a variable."""
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     logprobs: bool | None = None
-    tools: Any = None
+    tools: list[dict[str, Any]] | None = None
     tool_choice: Any = None
-    functions: Any = None
+    parallel_tool_calls: bool | None = None
+    functions: list[dict[str, Any]] | None = None
     function_call: Any = None
     response_format: Any = None
     modalities: Any = None
-    audio: Any = None
+    audio: dict[str, Any] | None = None
     web_search_options: Any = None
     service_tier: Any = None
-    store: Any = None
+    store: bool | None = None
+    metadata: dict[str, Any] | None = None
+    prediction: dict[str, Any] | None = None
     verbosity: Any = None
     moderation: Any = None
     chat_template: Any = None
-    documents: Any = None
-    continue_final_message: Any = None
+    documents: list[Any] | None = None
+    continue_final_message: bool | None = None
     mm_processor_kwargs: Any = None
+
+    @property
+    def limit_field(self) -> str:
+        return "max_completion_tokens" if self.max_completion_tokens else "max_tokens"
+
+    @property
+    def asked_tokens(self) -> int | None:
+        return self.max_completion_tokens or self.max_tokens
 
 
 class CompletionRequest(GenerationBody):
     prompt: Any = None
     """A string, a list of strings, token ids, or a list of lists of token ids."""
     logprobs: Annotated[int, Field(ge=0, le=5)] | None = None
-    echo: bool | None = None
     suffix: str | None = None
-    best_of: Annotated[int, Field(ge=1, le=20)] | None = None
     response_format: Any = None
 
     @field_validator("prompt")

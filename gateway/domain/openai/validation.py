@@ -24,11 +24,15 @@ def _is_text_format(value: object) -> bool:
     return isinstance(value, dict) and value.get("type") == "text"
 
 
+def _is_neutral_bias(value: object) -> bool:
+    return isinstance(value, dict) and not any(value.values())
+
+
 _UNSUPPORTED: dict[str, Harmless] = {
     # Field: the values that ask for nothing we cannot do. null is always one.
     "frequency_penalty": _is_falsy,
     "presence_penalty": _is_falsy,
-    "logit_bias": _is_falsy,
+    "logit_bias": _is_neutral_bias,
     "repetition_penalty": _one_of(1),
     "top_logprobs": _is_falsy,
     "tool_choice": _one_of("none", "auto"),
@@ -44,10 +48,14 @@ _UNSUPPORTED: dict[str, Harmless] = {
     "documents": _is_falsy,
     "bad_words": _is_falsy,
     "use_beam_search": _is_falsy,
+    "length_penalty": _one_of(1),
+    "include_stop_str_in_output": _is_falsy,
+    "return_token_ids": _is_falsy,
     "echo": _is_falsy,
     "suffix": _is_falsy,
     **dict.fromkeys(
         (
+            "prediction",
             "web_search_options",
             "moderation",
             "chat_template",
@@ -98,16 +106,15 @@ def _check_together(request: GenerationBody) -> None:
             param="stream_options",
             code="invalid_value",
         )
+    if request.best_of is not None and request.best_of != request.num_choices:
+        raise unsupported("best_of")
     if isinstance(request, ChatCompletionRequest):
         if request.logprobs:
             raise unsupported("logprobs")
         if request.tools and request.tool_choice != "none":
             raise unsupported("tools")
-    if isinstance(request, CompletionRequest):
-        if request.logprobs is not None:
-            raise unsupported("logprobs")
-        if request.best_of is not None and request.best_of != request.num_choices:
-            raise unsupported("best_of")
+    if isinstance(request, CompletionRequest) and request.logprobs is not None:
+        raise unsupported("logprobs")
 
 
 _CODES = {"missing": "missing_required_parameter", "unsupported_modality": "unsupported_value"}
