@@ -17,7 +17,12 @@ from redis.exceptions import RedisError
 
 from cli.embedded_redis import EmbeddedRedis, check_port, embedded_redis
 from cli.errors import CommandError
-from cli.settings import ServeSettings, child_environment, load_serve_settings
+from cli.settings import (
+    ServeSettings,
+    child_environment,
+    load_serve_settings,
+    worker_environment,
+)
 from cli.supervisor import Child, Supervisor
 from cli.worker import worker_options
 from workers.config import WorkerConfig
@@ -25,6 +30,7 @@ from workers.protocol import WorkerState, WorkerStatus, decode, worker_key
 
 LOG_FORMAT = "serve      | %(asctime)s %(name)s %(levelname)s %(message)s"
 READY_POLL_S = 0.2
+SAY_WAITING_S = 5.0
 GATEWAY_STOP_S = 40.0
 """A little more than a gateway lets running answers go on."""
 REDIS_STOP_S = 5.0
@@ -135,12 +141,15 @@ class Server:
         self._say_ready()
 
     async def _is_worker_ready(self, redis: Redis, child: Child) -> bool:
+        status = await self._status(redis, child)
+        return child.is_running and status is not None and status.state is WorkerState.READY
+
+    async def _status(self, redis: Redis, child: Child) -> WorkerStatus | None:
         try:
             payload: Any = await redis.get(worker_key(self._worker_ids[child.name]))
-            status = decode(WorkerStatus, payload) if payload else None
+            return decode(WorkerStatus, payload) if payload else None
         except (KeyError, RedisError, OSError, msgspec.MsgspecError):
-            return False
-        return child.is_running and status is not None and status.state is WorkerState.READY
+            return None
 
     def _say_ready(self) -> None:
         settings = self._settings
@@ -157,10 +166,22 @@ class Server:
         """The gateway first, so that answers under way are finished; then workers; the queue last."""
         self._supervisor.begin_stop()
         log.info("Stopping; once more Ctrl-C stops at once.")
-        for children in ([self._gateway], self._workers, self._queue):
+        saying = asyncio.create_task(self._say_waiting())
+        await self._supervisor.stop([self._gateway])
+        saying.cancel()  # from here on the workers say themselves what they wait for
+        for children in (self._workers, self._queue):
             await self._supervisor.stop(children)
         if self._embedded is not None:
             self._embedded.remove()
+
+    async def _say_waiting(self) -> None:
+        """Every few seconds, how many requests still run."""
+        async with Redis.from_url(self._redis_url, protocol=2) as redis:
+            while True:
+                await asyncio.sleep(SAY_WAITING_S)
+                statuses = [await self._status(redis, child) for child in self._workers]
+                number = sum(s.num_running + s.num_waiting for s in statuses if s is not None)
+                log.info("Waiting for %d request%s.", number, "" if number == 1 else "s")
 
     def _on_signal(self) -> None:
         if self._interrupted.is_set():
@@ -192,7 +213,7 @@ class Server:
                 "worker_id": worker_id,
                 "redis_url": self._redis_url,
             }
-            return child_environment(**{**self._settings.flags, **own})
+            return worker_environment(config.engine, **{**self._settings.flags, **own})
 
         return Child(name, _command("worker"), environment, config.drain_timeout_s + 15.0)
 
@@ -226,7 +247,9 @@ async def _check_redis(url: str) -> None:
     try:
         await redis.ping()
     except (RedisError, OSError, ValueError) as error:
-        raise CommandError(f"Redis does not answer at the given URL: {error}.") from error
+        raise CommandError(
+            f"Redis does not answer at the given URL: {str(error).rstrip('.')}."
+        ) from error
     finally:
         await redis.aclose()
 

@@ -16,7 +16,7 @@ import uvicorn
 import uvloop
 from litestar import Litestar, Request, Response
 from litestar.di import Provide
-from litestar.exceptions import HTTPException
+from litestar.exceptions import HTTPException, SerializationException
 from litestar.openapi import OpenAPIConfig
 from litestar.types import ExceptionHandlersMap, Message, Scope
 
@@ -132,7 +132,11 @@ def _from_framework(error: HTTPException) -> BadRequestError:
     first = error.extra[0] if isinstance(error.extra, list) and error.extra else None
     if isinstance(first, dict) and "message" in first:
         param = str(first.get("key", "body"))
+        if param in ("data", "body"):
+            return BadRequestError("The body must be a JSON object.")
         return BadRequestError(f"Invalid '{param}': {first['message']}"[:500], param=param)
+    if isinstance(error.__cause__, SerializationException):
+        return BadRequestError(f"The body must be a JSON object: {error.detail}"[:500])
     return BadRequestError(error.detail[:500])
 
 
@@ -245,6 +249,11 @@ def _listen(host: str, port: int) -> socket.socket:
     return listener
 
 
+def _is_worth_logging(record: logging.LogRecord) -> bool:
+    """Anybody can ask for an upgrade; that it is not done needs no warning, nor advice to install something."""
+    return "upgrade request" not in record.msg and "WebSocket library" not in record.msg
+
+
 def run(settings: GatewaySettings) -> None:
     """Serve in an event loop of its own until a signal; raises `StartupError` with one sentence."""
     logging.basicConfig(
@@ -253,5 +262,6 @@ def run(settings: GatewaySettings) -> None:
         datefmt="%H:%M:%S",
     )
     logging.getLogger("uvicorn").setLevel(max(logging.WARNING, logging.root.level))
+    logging.getLogger("uvicorn.error").addFilter(_is_worth_logging)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(serve(settings))

@@ -1,15 +1,18 @@
 """The database engine: SQLite in the data folder, or what `database_url` names."""
 
+import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 from advanced_alchemy.base import UUIDAuditBase
 from sqlalchemy import make_url
-from sqlalchemy.exc import SQLAlchemyError
+from sqlalchemy.exc import DBAPIError, IntegrityError, SQLAlchemyError
 from sqlalchemy.ext.asyncio import AsyncSession, async_sessionmaker, create_async_engine
 
-from gateway.errors import StartupError
+from gateway.errors import StartupError, UnavailableError
 from gateway.settings import GatewaySettings
+
+logger = logging.getLogger(__name__)
 
 
 class Database:
@@ -19,7 +22,7 @@ class Database:
         url = settings.database_url or f"sqlite+aiosqlite:///{settings.data_dir / 'tpugate.sqlite'}"
         try:
             self._name = _shown(url)
-            self._engine = create_async_engine(url)
+            self._engine = create_async_engine(url, hide_parameters=True)
         except (SQLAlchemyError, ImportError) as error:
             raise StartupError(f"TPUGATE_DATABASE_URL cannot be used: {error}") from error
         self._sessions = async_sessionmaker(self._engine, expire_on_commit=False)
@@ -30,17 +33,34 @@ class Database:
             async with self._engine.begin() as connection:
                 await connection.run_sync(UUIDAuditBase.metadata.create_all)
         except (SQLAlchemyError, OSError) as error:
-            reason = str(getattr(error, "orig", error)).splitlines()[0]
-            raise StartupError(f"the database {self._name} cannot be opened: {reason}") from error
+            raise StartupError(
+                f"the database {self._name} cannot be opened: {_reason(error)}"
+            ) from error
 
     @asynccontextmanager
     async def session(self) -> AsyncIterator[AsyncSession]:
-        """A session that commits at the end and rolls back on an error."""
-        async with self._sessions.begin() as session:
-            yield session
+        """A session that commits at the end and rolls back on an error.
+
+        Raises `UnavailableError` if the database is away or cannot be written.
+        """
+        try:
+            async with self._sessions.begin() as session:
+                yield session
+        except IntegrityError:
+            raise
+        except (DBAPIError, OSError) as error:
+            logger.error("the database %s cannot be used: %s", self._name, _reason(error))
+            raise UnavailableError(
+                "The database of API keys cannot be used at the moment; the server's log says why."
+            ) from error
 
     async def close(self) -> None:
         await self._engine.dispose()
+
+
+def _reason(error: Exception) -> str:
+    """The driver's first line, without the statement."""
+    return (str(getattr(error, "orig", error)).splitlines() or [type(error).__name__])[0]
 
 
 def _shown(url: str) -> str:

@@ -1,6 +1,7 @@
 """Keys open what their role may do, are kept as hashes only, and stop working when they are revoked."""
 
 import re
+import resource
 import stat
 
 import httpx
@@ -37,7 +38,10 @@ def test_mistakes_of_an_admin(start_gateway: StartGateway):
     gateway = start_gateway()
     assert_error(gateway.client.post(KEYS, json={}), 400, param="name")
     assert_error(gateway.client.post(KEYS, json={"name": "x", "role": "king"}), 400, param="role")
-    assert_error(gateway.client.post(KEYS, content=b"{"), 400)
+    for content in (b"", b"{", b"[]", b"null"):
+        error = assert_error(gateway.client.post(KEYS, content=content), 400)
+        assert error["message"].startswith("The body must be a JSON object")
+        assert "CreateKey" not in error["message"]
     nobody = "00000000-0000-0000-0000-000000000000"
     assert_error(gateway.client.delete(f"{KEYS}/{nobody}"), 404, param="key_id")
 
@@ -111,3 +115,15 @@ def test_a_name_with_nul(start_gateway: StartGateway):
     refused = gateway.client.post(KEYS, json={"name": "a\0b"})
     error = assert_error(refused, 400, param="name")
     assert "NUL" in error["message"]
+
+
+def test_a_database_that_cannot_grow(start_gateway: StartGateway):
+    gateway = start_gateway()
+    before = resource.prlimit(gateway.pid, resource.RLIMIT_FSIZE, (8192, resource.RLIM_INFINITY))
+    refused = gateway.client.post(KEYS, json={"name": "a-telling-name"})
+    error = assert_error(refused, 503, type="server_error")
+    assert "database" in error["message"]
+    resource.prlimit(gateway.pid, resource.RLIMIT_FSIZE, before)
+    assert gateway.client.post(KEYS, json={"name": "x"}).status_code == 201
+    for secret in ("a-telling-name", "INSERT", "Traceback"):
+        assert secret not in gateway.output

@@ -1,21 +1,24 @@
 """Probes and metrics; none needs a key, so expose /metrics to the monitoring network only."""
 
-from litestar import Controller, Response, get
+from litestar import Controller, Response, route
+from litestar.enums import HttpMethod
 
 from gateway.dispatch import Dispatcher
 from gateway.domain.system.schemas import Health, Readiness
 from gateway.domain.system.services import CONTENT_TYPE, Metrics
 from workers.protocol import WorkerState, WorkerStatus
 
+_READS = [HttpMethod.GET, HttpMethod.HEAD]
+
 
 class SystemController(Controller):
     tags = ["system"]
 
-    @get("/health", summary="Does the process live?")
+    @route("/health", http_method=_READS, summary="Does the process live?")
     async def health(self) -> Health:
         return Health()
 
-    @get("/ready", summary="Is there a worker that answers?")
+    @route("/ready", http_method=_READS, summary="Is there a worker that answers?")
     async def ready(self, dispatcher: Dispatcher) -> Response[Readiness]:
         directory = dispatcher.directory
         states: dict[str, list[str]] = {model: [] for model in directory.known_models()}
@@ -25,7 +28,7 @@ class SystemController(Controller):
         body = Readiness(ready=ready, redis=dispatcher.connected, models=states)
         return Response(body, status_code=200 if ready else 503)
 
-    @get("/metrics", summary="Prometheus metrics", media_type=CONTENT_TYPE)
+    @route("/metrics", http_method=_READS, summary="Prometheus metrics", media_type=CONTENT_TYPE)
     async def metrics(self, metrics: Metrics) -> bytes:
         return metrics.render()
 
