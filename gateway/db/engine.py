@@ -49,7 +49,7 @@ class Database:
         except IntegrityError:
             raise
         except (DBAPIError, OSError) as error:
-            logger.error("the database %s cannot be used: %s", self._name, _reason(error))
+            logger.warning("the database %s cannot be used: %s", self._name, _reason(error))
             raise UnavailableError(
                 "The database of API keys cannot be used at the moment; the server's log says why."
             ) from error

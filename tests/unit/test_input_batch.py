@@ -13,7 +13,7 @@ from workers.engine.input_batch import BatchLayout, pack_sampling
 from workers.engine.kv_cache import BlockPool, BlockTable
 from workers.engine.output_processor import BytesDetokenizer, ChoiceOutput
 from workers.engine.outputs import DecodeRow, Draw, PrefillSegment, StepPlan
-from workers.engine.request import Sequence
+from workers.engine.request import Sequence, fold_seed
 from workers.protocol import GenerateRequest, SamplingParams
 
 BLOCK_LEN = 4
@@ -146,3 +146,12 @@ def test_a_step_draws_no_harder_than_its_rows_ask(
 ):
     segment = PrefillSegment(sequence(0, [1, 2], **sampling), 0, start=0, length=2, samples=samples)
     assert StepPlan(BUCKET, [], [segment]).draw is draw
+
+
+def test_all_64_bits_of_a_seed_count():
+    low = [0, 1, 1234, 2**32 - 1]
+    assert [fold_seed(seed) for seed in low] == low
+    seeds = [*low, *(seed + (high << 32) for seed in low for high in (1, 2, 2**30)), -7, -(2**63)]
+    folded = [fold_seed(seed) for seed in seeds]
+    assert len(set(folded)) == len(seeds)
+    assert all(0 <= seed < 2**32 for seed in folded)

@@ -17,7 +17,7 @@ from workers.engine.kv_cache import BlockPool, BlockTable
 from workers.engine.model_runner import ModelRunner, StepHandle
 from workers.engine.output_processor import ChoiceOutput, Emission, TokenizerDetokenizer
 from workers.engine.outputs import DecodeRow, PrefillSegment, StepPlan
-from workers.engine.request import Sequence, Status
+from workers.engine.request import Sequence, Status, fold_seed
 from workers.engine.scheduler import Scheduler
 from workers.errors import RequestError
 from workers.protocol import FinishReason, GenerateRequest, OutputDelta, Usage
@@ -97,7 +97,8 @@ class ModelEngine:
             raise RequestError(
                 f"The prompt has {prompt_len} tokens, the model's context {self._parts.context_len}."
             )
-        base = secrets.randbits(32) if request.sampling.seed is None else request.sampling.seed
+        given = request.sampling.seed
+        base = secrets.randbits(32) if given is None else fold_seed(given)
         sequences = [
             self._new_sequence(request, choice, (base + choice * _SEED_STEP) & 0xFFFFFFFF, room)
             for choice in range(request.n)

@@ -7,6 +7,9 @@ from workers.engine.kv_cache import BlockTable
 from workers.engine.output_processor import ChoiceOutput
 from workers.protocol import GenerateRequest
 
+_HIGH_BITS = 0x9E3779B1
+"""Odd, so that every change of a seed's high half changes the folded one."""
+
 
 class Status(Enum):
     WAITING = auto()
@@ -77,3 +80,9 @@ class Sequence:
     def may_generate(self) -> bool:
         """Whether another token may be sampled, those in flight counted."""
         return self.total_len - len(self.request.prompt_token_ids) < self.output.max_tokens
+
+
+def fold_seed(seed: int) -> int:
+    """A signed 64-bit seed in the 32 bits that the device takes; 0 to 2**32 - 1 stay as they are."""
+    low, high = seed & 0xFFFFFFFF, (seed >> 32) & 0xFFFFFFFF
+    return (low ^ (high * _HIGH_BITS)) & 0xFFFFFFFF
