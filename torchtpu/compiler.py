@@ -138,10 +138,7 @@ class ProgramCompiler:
         digest, payload = content[:32], content[32:]
         if hashlib.sha256(payload).digest() == digest:
             try:
-                with warnings.catch_warnings():
-                    # torch warns about its own pickled tree specifications.
-                    warnings.simplefilter("ignore", FutureWarning)
-                    return cast(object, pickle.loads(payload))  # our own file, mode 0600
+                return cast(object, pickle.loads(payload))  # our own file, mode 0600
             except (RuntimeError, pickle.UnpicklingError, AttributeError, ImportError) as error:
                 log.warning(
                     "a kept program does not fit this TorchTPU and is compiled anew: %s", error
