@@ -56,7 +56,11 @@ def render(report: Report) -> str:
 
 def _rows(report: Report) -> list[tuple[str, str]]:
     api = f" (PJRT API {report.plugin_api})" if report.plugin_api else ""
-    loaded = "preloaded" if report.tcmalloc_loaded else "found, preloaded in workers"
+    loaded = (
+        "preloaded"
+        if report.tcmalloc_loaded
+        else "found, preloaded in the workers of `tpugate serve`"
+    )
     return [
         ("self-test", report.self_test),
         ("platform", report.platform or "none"),

@@ -7,9 +7,14 @@ click.ClickException
 
 import click
 
+from workers.config import sentence
+
 
 class CommandError(click.ClickException):
     exit_code = 1
+
+    def __init__(self, message: str) -> None:
+        super().__init__(sentence(message))
 
 
 class SettingError(CommandError):

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from cli.errors import SettingError
+from torchtpu.environment import worker_preload
 from workers.config import WorkerConfig, load_config
 from workers.errors import ConfigError
 
@@ -81,6 +82,15 @@ def _port(text: str) -> int:
     if not text.isdecimal() or not 1 <= int(text) <= 65535:
         raise SettingError(f"--port (TPUGATE_PORT) must be a number from 1 to 65535, not {text!r}.")
     return int(text)
+
+
+def worker_environment(engine: str, /, **settings: str) -> dict[str, str]:
+    """`child_environment` for a worker; one with a model gets the allocator that TorchTPU wants.
+
+    Only the parent can give it that.
+    """
+    preload = worker_preload() if engine == "model" else {}
+    return {**child_environment(**settings), **preload}
 
 
 def child_environment(**settings: str) -> dict[str, str]:

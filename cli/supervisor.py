@@ -1,7 +1,7 @@
 """Starts child processes, keeps them running, and leaves none behind.
 
 A child that ends is started again after 1, 2, 4 … 30 seconds. One that was never ready and ends with a
-setting's exit code (2), or three times with a failure's (1), will not get better: then everything stops,
+setting's exit code (2), which also is that of a model that can never load, or three times with a failure's (1), will not get better: then everything stops,
 with that child's own sentence. Each child leads a process group, so Ctrl-C reaches only the supervisor,
 which stops the children in order; and the kernel kills them if the supervisor is killed.
 """

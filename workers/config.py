@@ -93,9 +93,9 @@ def _own_name(values: Mapping[str, Any]) -> str:
 
 
 def sentence(text: str) -> str:
-    """`text` with a capital and a full stop."""
-    text = text.strip()
-    return text[:1].upper() + text[1:] + ("" if text.endswith((".", "!", "?", "`")) else ".")
+    """`text` with a capital and one full stop, also where a library's own sentence ends it."""
+    text = re.sub(r"(?<!\.)\.\.$", ".", text.strip())
+    return text[:1].upper() + text[1:] + ("" if text.endswith((".", "!", "?")) else ".")
 
 
 def _fresh_worker_id() -> str:

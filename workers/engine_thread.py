@@ -8,11 +8,12 @@ import asyncio
 import logging
 import threading
 from collections.abc import Callable
+from functools import partial
 from queue import Empty, SimpleQueue
 from typing import Protocol
 
 from workers.engine.interface import Engine, EngineFactory, EngineStats, LoadedEngine
-from workers.errors import LoadError, RequestError
+from workers.errors import HopelessLoadError, LoadError, RequestError
 from workers.protocol import (
     AbortRequest,
     FinishReason,
@@ -33,7 +34,7 @@ class EngineListener(Protocol):
 
     def on_loaded(self, loaded: LoadedEngine) -> None: ...
 
-    def on_load_failed(self, error: str) -> None: ...
+    def on_load_failed(self, error: str, *, is_hopeless: bool) -> None: ...
 
     def on_deltas(self, deltas: list[OutputDelta]) -> None: ...
 
@@ -119,13 +120,11 @@ class EngineThread:
         try:
             loaded = self._factory(self._progress)
         except LoadError as error:
-            self._tell(self._listener.on_load_failed, str(error))
+            self._tell_load_failed(str(error), is_hopeless=isinstance(error, HopelessLoadError))
             return None
         except Exception:  # noqa: BLE001  as above
             log.exception("The engine could not be built.")
-            self._tell(
-                self._listener.on_load_failed, "The model could not be loaded (see the log)."
-            )
+            self._tell_load_failed("The model could not be loaded (see the log).")
             return None
         self._tell(self._listener.on_loaded, loaded)
         return loaded
@@ -173,6 +172,9 @@ class EngineThread:
             log.exception("The engine could not end its requests.")
             return
         self._tell(self._listener.on_deltas, deltas)
+
+    def _tell_load_failed(self, error: str, *, is_hopeless: bool = False) -> None:
+        self._tell(partial(self._listener.on_load_failed, error, is_hopeless=is_hopeless))
 
     def _progress(self, what: str, share: float) -> None:
         self._tell(self._listener.on_progress, what, share)

@@ -3,6 +3,7 @@
 WorkerError
 ├── ConfigError     a setting is missing or wrong: the process does not start
 ├── LoadError       the model or the device cannot be brought up: the process ends, exit code 1
+│   └── HopelessLoadError   … and trying again will not help: exit code 2
 └── RequestError    one request cannot run; the others go on
 """
 
@@ -16,6 +17,10 @@ class ConfigError(WorkerError):
 
 
 class LoadError(WorkerError):
+    pass
+
+
+class HopelessLoadError(LoadError):
     pass
 
 

@@ -6,7 +6,7 @@
 
 It stops in one of three ways. A signal drains it: nothing more is claimed, what has not begun is given
 back, the rest is finished within the drain timeout. A failed load or a failed engine ends it with exit
-code 1, every request it held having got its terminal delta or being left for other workers to claim.
+code 1 (2 if another start would fail the same), every request it held having got its terminal delta or being left for other workers to claim.
 """
 
 import asyncio
@@ -26,6 +26,7 @@ from workers.engine.interface import EngineFactory, LoadedEngine
 from workers.engine_thread import ENGINE_FAILED, EngineThread, terminal
 from workers.heartbeat import Heartbeat
 from workers.link import OUTAGE, Patience, connect
+from workers.progress import INTERVAL_S, StartLog
 from workers.protocol import (
     FinishReason,
     GenerateRequest,
@@ -44,6 +45,9 @@ MAX_PENDING = 10_000
 """More entries than a worker can have pending."""
 MAX_RECENT_ABORTS = 10_000
 FLUSH_TIMEOUT_S = 5.0
+SAY_WAITING_S = 5.0
+FAILED, HOPELESS = 1, 2
+"""Exit codes."""
 WARMING_WORDS = ("compil", "warm")
 """A progress phrase that begins so means that the weights are there."""
 EXPIRED = "The request waited past its deadline and was not started."
@@ -70,7 +74,7 @@ class Service:
         self._claims = Claims(0)
         self._recent_aborts: dict[str, None] = {}
         self._state = WorkerState.STARTING
-        self._progress = ("starting", 0.0)
+        self._progress = StartLog()
         self._loaded = asyncio.Event()
         self._stop = asyncio.Event()
         self._is_leaving = False
@@ -84,7 +88,7 @@ class Service:
         log.info("%s starts as %s.", self._config.served_name, self._config.worker_id)
         self._spawn(self._heartbeat.run())
         self._engine.start()
-        await self._loaded.wait()
+        await self._wait_until_loaded()
         if not self._stop.is_set():
             await self._serve()
         await self._leave()
@@ -93,12 +97,9 @@ class Service:
     # What the engine thread reports
 
     def on_progress(self, what: str, share: float) -> None:
-        before, share_before = self._progress
-        # A phrase's first word is what is done, the rest is what to: hundreds of programs are compiled.
-        is_new = what.partition(" ")[0] != before.partition(" ")[0]
-        if is_new or int(10 * share) != int(10 * share_before):
-            log.info("%3d %% %s", 100 * share, what)
-        self._progress = (what, share)
+        is_new, line = self._progress.update(what, share)
+        if line:
+            log.info("%s", line)
         if self._state is WorkerState.STARTING and what.lower().startswith(WARMING_WORDS):
             self._state = WorkerState.WARMING
         if is_new:
@@ -109,9 +110,9 @@ class Service:
         self._heartbeat.announce(loaded.card)
         self._loaded.set()
 
-    def on_load_failed(self, error: str) -> None:
+    def on_load_failed(self, error: str, *, is_hopeless: bool) -> None:
         log.error("%s", sentence(error))
-        self._exit_code = 1
+        self._exit_code = HOPELESS if is_hopeless else FAILED
         self._stop.set()
         self._loaded.set()
 
@@ -129,14 +130,24 @@ class Service:
 
     def on_crashed(self) -> None:
         self._end_started(ENGINE_FAILED)
-        self._exit_code = 1
+        self._exit_code = FAILED
         self._stop.set()
+
+    async def _wait_until_loaded(self) -> None:
+        while not self._loaded.is_set():
+            try:
+                async with asyncio.timeout(INTERVAL_S / 2):
+                    await self._loaded.wait()
+            except TimeoutError:
+                if line := self._progress.remind():
+                    log.info("%s", line)
 
     # Serving
 
     async def _serve(self) -> None:
         claims = self._claims
-        self._state, self._progress = WorkerState.READY, ("", 1.0)
+        self._state = WorkerState.READY
+        self._progress.what, self._progress.share = "", 1.0
         self._heartbeat.beat_now()
         log.info("%s is ready.", self._config.served_name)
         self._spawn(self._publisher.run())
@@ -260,11 +271,12 @@ class Service:
     # Stopping
 
     async def _drain(self) -> None:
-        log.info("Draining %d requests.", len(self._claims))
+        log.info("Draining %s.", requests(len(self._claims)))
         stats = self._engine.stats
         num_unstarted = stats.num_waiting + self._engine.num_queued
         unstarted = self._claims.without_output()
         await self._give_back(unstarted[max(0, len(unstarted) - num_unstarted) :])
+        saying = asyncio.create_task(self._say_waiting())
         try:
             async with asyncio.timeout(self._config.drain_timeout_s):
                 await self._claims.wait_until_empty()
@@ -273,6 +285,13 @@ class Service:
             await self._give_back(self._claims.without_output())
             self._engine.fail_all(SHUTTING_DOWN)
             await self._engine_answer()
+        finally:
+            saying.cancel()
+
+    async def _say_waiting(self) -> None:
+        while True:
+            await asyncio.sleep(SAY_WAITING_S)
+            log.info("Waiting for %s.", requests(len(self._claims)))
 
     async def _engine_answer(self) -> None:
         try:
@@ -347,13 +366,13 @@ class Service:
     # Helpers
 
     def _status(self) -> WorkerStatus:
-        stats, (what, share) = self._engine.stats, self._progress
+        stats = self._engine.stats
         return WorkerStatus(
             worker_id=self._config.worker_id,
             model=self._config.served_name,
             state=self._state,
-            progress=share,
-            detail=what,
+            progress=self._progress.share,
+            detail=self._progress.what,
             num_running=stats.num_running,
             num_waiting=stats.num_waiting + self._engine.num_queued,
             kv_usage=stats.kv_usage,
@@ -377,6 +396,10 @@ class Service:
         if task.cancelled() or task.exception() is None:
             return
         log.error("A loop of the worker failed.", exc_info=task.exception())
-        self._exit_code = 1
+        self._exit_code = FAILED
         self._stop.set()
         self._loaded.set()
+
+
+def requests(number: int) -> str:
+    return f"{number} request{'' if number == 1 else 's'}"

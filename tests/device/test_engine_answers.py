@@ -18,7 +18,7 @@ from tests.device.driving import (
 from workers.engine.build import build_engine
 from workers.engine.engine import EngineParts, ModelEngine
 from workers.engine.interface import Engine
-from workers.errors import LoadError, RequestError
+from workers.errors import HopelessLoadError, RequestError
 from workers.protocol import FinishReason, GenerateRequest
 
 QUESTION = "<|im_start|>user\nWhat is the capital of France?<|im_end|>\n<|im_start|>assistant\n"
@@ -179,6 +179,6 @@ def test_urgent_requests_go_first(parts: EngineParts, prose: list[int]):
 def test_settings_that_cannot_work_are_refused_with_one_sentence(
     parts: EngineParts, fields: dict[str, object], words: str
 ):
-    with pytest.raises(LoadError, match=words) as caught:
+    with pytest.raises(HopelessLoadError, match=words) as caught:
         build_engine(engine_config(**fields), lambda what, share: None)
     assert "\n" not in str(caught.value)

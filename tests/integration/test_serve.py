@@ -7,13 +7,16 @@ import re
 import signal
 import socket
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import httpx
 import pytest
+import redis
 
 from tests.fakes.processes import ProcessUnderTest
 from tests.fakes.wire import wait_until
+from workers.protocol import WorkerStatus, decode, worker_key
 
 SERVE = ("-P", "-m", "cli.main", "serve")
 
@@ -53,6 +56,13 @@ class Serve:
             if Path(f"/proc/{pid}/cmdline").read_bytes().endswith(command.encode() + b"\0"):
                 return pid
         raise AssertionError(f"no {command} process")
+
+    def num_running(self) -> int:
+        """Requests that its workers say they run."""
+        (socket_path,) = self.data_dir.glob("*.sock")
+        with redis.Redis(unix_socket_path=str(socket_path)) as client:
+            payloads = client.mget(client.keys(worker_key("*"))) or []
+        return sum(decode(WorkerStatus, payload).num_running for payload in payloads if payload)
 
     def ask(self, script: list[str], model: str = "m-small") -> str:
         key = (self.data_dir / "admin.key").read_text().strip()
@@ -96,6 +106,21 @@ def test_it_starts_answers_and_stops_leaving_nothing_behind(serve: Serve, number
     assert not [pid for pid in children if exists(pid)]
     assert not list(serve.data_dir.glob("*.sock"))
     assert "Traceback" not in serve.process.output
+
+
+def test_a_stop_says_what_it_waits_for(tmp_path: Path):
+    server = Serve(tmp_path, "--step-delay-s", "0.5")
+    try:
+        server.wait_for_ready()
+        with ThreadPoolExecutor(1) as pool:
+            answer = pool.submit(server.ask, ["x"] * 16)
+            wait_until(lambda: server.num_running() == 1, "it runs")
+            server.process.send(signal.SIGINT)
+            assert answer.result() == "x" * 16
+        assert server.process.wait() == 0
+        assert "Waiting for 1 request." in server.process.output
+    finally:
+        server.process.kill()
 
 
 def test_nothing_outlives_a_serve_that_is_killed(serve: Serve):
@@ -224,8 +249,9 @@ def test_a_corrupt_model_is_named(tmp_path: Path):
     (folder / "config.json").write_text('{"model_type": "llama"}')
     (folder / "model.safetensors").write_bytes(b"torn")
     code, output = failure(tmp_path, "--model", str(folder), "--device", "cpu")
-    assert code == 1
+    assert code == 2
     assert str(folder) in output.splitlines()[-1]
+    assert "starts again" not in output
     assert_one_sentence(output)
 
 

@@ -2,6 +2,8 @@
 
 import asyncio
 import logging
+import os
+import signal
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -9,11 +11,12 @@ import pytest
 from tests.fakes.processes import WorkerUnderTest
 from tests.fakes.valkey import OwnValkey
 from tests.fakes.wire import GatewayPeer, wait_until
+from workers import service
 from workers.config import WorkerConfig, load_config
 from workers.engine.interface import EngineFactory, LoadedEngine, Progress
 from workers.engine.scripted import ScriptedEngine, build_scripted
 from workers.engine_thread import ENGINE_FAILED
-from workers.errors import LoadError
+from workers.errors import HopelessLoadError, LoadError
 from workers.process import engine_factory
 from workers.protocol import FinishReason, OutputDelta, WorkerState, card_key
 from workers.service import run_worker
@@ -111,21 +114,41 @@ async def test_a_failed_engine_ends_its_requests_with_an_error_and_the_process_w
 
 
 @pytest.mark.parametrize(
-    ("error", "sentence"),
+    ("error", "code", "sentence"),
     [
-        (LoadError("The weights are torn."), "The weights are torn."),
-        (ValueError("internal"), "The model could not be loaded (see the log)."),
+        (LoadError("the disk is full"), 1, "The disk is full."),
+        (HopelessLoadError("The weights are torn."), 2, "The weights are torn."),
+        (ValueError("internal"), 1, "The model could not be loaded (see the log)."),
     ],
 )
-async def test_a_failed_load_ends_the_process_with_1_and_one_sentence(
-    redis_url: str, caplog: pytest.LogCaptureFixture, error: Exception, sentence: str
+async def test_a_failed_load_ends_the_process_with_its_code_and_one_sentence(
+    redis_url: str, caplog: pytest.LogCaptureFixture, error: Exception, code: int, sentence: str
 ):
     def build(progress: Progress) -> LoadedEngine:
         raise error
 
     with caplog.at_level(logging.ERROR):
-        assert await run_worker(config_for(redis_url), build) == 1
+        assert await run_worker(config_for(redis_url), build) == code
     assert caplog.messages[-1] == sentence
+
+
+async def test_a_drain_says_what_it_waits_for(
+    redis_url: str,
+    peer: GatewayPeer,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+):
+    monkeypatch.setattr(service, "SAY_WAITING_S", 0.02)
+    config = load_config(
+        {"engine": "fake", "redis_url": redis_url, "worker_id": "a", "step_delay_s": "0.05"}, {}
+    )
+    with caplog.at_level(logging.INFO):
+        serving = asyncio.create_task(run_worker(config, engine_factory(config)))
+        request_id = peer.enqueue([b"x"] * 20)
+        await asyncio.to_thread(peer.wait_for_start, request_id)
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert await serving == 0
+    assert "Waiting for 1 request." in caplog.messages
 
 
 async def test_progress_is_published_while_the_model_loads(redis_url: str, peer: GatewayPeer):

@@ -9,9 +9,14 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from cli.errors import SettingError
+from cli.errors import CommandError, SettingError
 from cli.main import COMMANDS, main
-from cli.settings import DEFAULT_MODEL, child_environment, load_serve_settings
+from cli.settings import (
+    DEFAULT_MODEL,
+    child_environment,
+    load_serve_settings,
+    worker_environment,
+)
 
 
 def test_the_version_is_the_distributions():
@@ -97,6 +102,31 @@ def test_the_url_that_is_shown_can_be_opened(host: str, url: str):
 def test_a_wrong_port_is_refused(port: str):
     with pytest.raises(SettingError, match="--port"):
         load_serve_settings((), {"engine": "fake", "port": port}, {})
+
+
+def test_workers_with_a_model_get_the_allocator_where_it_is_installed(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
+    library = tmp_path / "libtcmalloc_minimal.so.4"
+    library.touch()
+    monkeypatch.setattr("torchtpu.environment._LIBRARY_DIRS", (str(tmp_path),))
+    monkeypatch.delenv("LD_PRELOAD", raising=False)
+    assert worker_environment("model", model="m")["LD_PRELOAD"] == str(library)
+    assert worker_environment("model", model="m")["TPUGATE_MODEL"] == "m"
+    assert "LD_PRELOAD" not in worker_environment("fake")
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("there is no model x", "There is no model x."),
+        ("Repair it with `tpugate models rm x`", "Repair it with `tpugate models rm x`."),
+        ("It did not answer: timed out..", "It did not answer: timed out."),
+        ("Already whole.", "Already whole."),
+    ],
+)
+def test_what_a_command_fails_with_is_a_sentence(text: str, said: str):
+    assert CommandError(text).message == said
 
 
 def test_children_get_settings_as_variables_and_find_the_package(monkeypatch: pytest.MonkeyPatch):

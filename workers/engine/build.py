@@ -7,7 +7,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from models.errors import ModelError
+from models.errors import (
+    ChatTemplateError,
+    ModelCorruptError,
+    ModelError,
+    ModelNotFoundError,
+    ModelReferenceError,
+    UnsupportedModelError,
+)
 from models.library import LocalModel, resolve
 from models.loader import (
     LoadOptions,
@@ -22,10 +29,17 @@ from torchtpu.bringup import bring_up
 from torchtpu.buckets import BucketLadder, default_ladder
 from torchtpu.device import Device
 from torchtpu.environment import read_settings
-from torchtpu.errors import TorchTpuError
+from torchtpu.errors import (
+    EnvironmentConflictError,
+    NoCompilerError,
+    NoPluginError,
+    SettingError,
+    ShimBuildError,
+    TorchTpuError,
+)
 from workers.config import WorkerConfig
 from workers.engine.interface import LoadedEngine, Progress
-from workers.errors import LoadError
+from workers.errors import HopelessLoadError, LoadError
 from workers.protocol import ModelCard
 
 if TYPE_CHECKING:
@@ -39,6 +53,20 @@ log = logging.getLogger(__name__)
 DEFAULT_ROWS = 32
 DEFAULT_CONTEXT_LEN = 2048
 DEFAULT_BLOCK_LEN = 16
+HOPELESS = (
+    ModelReferenceError,
+    ModelNotFoundError,
+    ModelCorruptError,
+    UnsupportedModelError,
+    ChatTemplateError,
+    SettingError,
+    NoCompilerError,
+    ShimBuildError,
+    NoPluginError,
+    EnvironmentConflictError,
+    ValueError,
+)
+"""Only a person can put these right. Networks, disks and devices may get better by themselves."""
 CACHE_SHARE = 0.4
 """Of the device's memory: the most that a KV cache takes by default."""
 
@@ -78,14 +106,17 @@ class EngineConfig:
 def build_engine(config: EngineConfig, progress: Progress) -> LoadedEngine:
     """Bring the device up, load the weights, compile every bucket.
 
-    Progress: fetching the model 0 to 0.1, weights to 0.2, programs to 1. Raises `LoadError`.
+    Progress: fetching the model 0 to 0.1, weights to 0.2, programs to 1. Raises `LoadError`, or
+    `HopelessLoadError` if another try would end the same.
     """
     try:
         progress("starting the device", 0.0)
         device = bring_up(config.device)
         local = resolve(config.model, ModelSettings.from_environment(), _scaled(progress, 0, 0.1))
         return _Builder(config, device, local, progress).build()
-    except (ModelError, TorchTpuError, ValueError) as error:
+    except HOPELESS as error:
+        raise HopelessLoadError(str(error)) from error
+    except (ModelError, TorchTpuError) as error:
         raise LoadError(str(error)) from error
     except OSError as error:
         raise LoadError(f"a file cannot be read or written: {error}") from error
@@ -104,7 +135,7 @@ class _Builder:
         self._context_len = min(context_len, self._ladder.max_context)
         for context in (*self._ladder.contexts, *self._ladder.mixed_contexts):
             if context % config.block_len:
-                raise LoadError(
+                raise HopelessLoadError(
                     f"blocks of {config.block_len} tokens do not divide a context of {context}: "
                     "choose a --block-len that does, such as 16"
                 )
@@ -128,6 +159,7 @@ class _Builder:
             context_len=self._context_len,
             eos_token_ids=self._info.eos_token_ids,
         )
+        self._progress("warming up", 0.2)
         runner.warm_up(self._warm_up_progress)
         counters = runner.counters
         log.info(
@@ -178,7 +210,7 @@ class _Builder:
         one = -(-self._ladder.max_context // self._config.block_len)
         if self._config.num_blocks is not None:
             if self._config.num_blocks < -(-self._context_len // self._config.block_len):
-                raise LoadError(
+                raise HopelessLoadError(
                     f"{self._config.num_blocks} blocks of {self._config.block_len} tokens do not "
                     f"hold one request of {self._context_len} tokens: raise --num-blocks or lower "
                     "--context-len"
@@ -203,7 +235,9 @@ class _Builder:
         }
 
     def _warm_up_progress(self, done: int, total: int, name: str) -> None:
-        self._progress(f"compiling {name}" if name else "ready", 0.2 + 0.8 * done / total)
+        # Not "compiling": most starts only read programs back.
+        what = f"warming up: program {done + 1} of {total}" if name else "ready"
+        self._progress(what, 0.2 + 0.8 * done / total)
 
     def _card(self, tokens: TokenizerInfo) -> ModelCard:
         template = tokens.chat_template or ""
