@@ -34,8 +34,7 @@ endef
 .PHONY: validate-images validate-compose validate-kubernetes
 
 help: ## What can be made
-	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1|\2/p' Makefile | column -t -s '|' 2>/dev/null \
-	  || sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1  \2/p' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' Makefile
 
 serve: $(VENV)/.installed ## Start everything on this machine and answer on port 8000
 	@exec $(VENV)/bin/tpugate serve --model $(MODEL) $(ARGS)
@@ -85,7 +84,8 @@ lock: ## Resolve pyproject.toml anew and write requirements/lock.txt
 	} > "$$fresh/lock.txt"; \
 	cp "$$fresh/lock.txt" requirements/lock.txt
 
-clean: ## Forget the virtual environment and all caches
+clean: ## Remove the virtual environment and what builds and checks left here
+	@echo "Models and compiled programs stay in $${TPUGATE_CACHE_DIR:-~/.cache/tpugate}; delete that folder to remove them too."
 	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .import_linter_cache
 
 # Stamps, not phony targets: the second `make` starts at once.

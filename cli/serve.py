@@ -43,12 +43,17 @@ log = logging.getLogger("serve")
 @click.command(epilog="Every option can also be given as TPUGATE_ and its name in capitals.")
 @click.option(
     "--model", "models", multiple=True, metavar="REF",
-    help="Catalogue id, hub id, folder or .gguf file; repeat it for more workers.",
+    help="Catalogue id (default: smollm2-135m-instruct), hub id, folder or .gguf file; repeat it for "
+    "more workers.",
 )  # fmt: skip
 @click.option("--host", help="Address to listen on (default: 127.0.0.1).")
 @click.option("--port", metavar="PORT", help="Port to listen on (default: 8000).")
 @click.option("--redis-url", metavar="URL", help="Use this server instead of an embedded Valkey.")
-@click.option("--data-dir", metavar="DIR", help="Where keys, accounts and the socket are kept.")
+@click.option(
+    "--data-dir",
+    metavar="DIR",
+    help="Where keys, accounts and the socket are kept (default: ~/.local/share/tpugate).",
+)
 @worker_options
 def serve(models: tuple[str, ...], **flags: str | None) -> None:
     """Start everything on this machine: a queue, a gateway and one worker per --model."""

@@ -11,21 +11,37 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 WORKER_OPTIONS = (
     click.option(
-        "--engine", metavar="model|fake", help="A model, or scripted answers without one."
+        "--engine", metavar="model|fake", help="A model (the default), or scripted answers."
     ),
     click.option("--device", metavar="tpu|cpu|cuda", help="Where the model runs (default: tpu)."),
-    click.option("--dtype", metavar="auto|bfloat16|float16|float32", help="Type of the weights."),
-    click.option("--max-rows", metavar="N", help="Choices that run at once."),
-    click.option("--num-blocks", metavar="N", help="KV blocks on the device."),
-    click.option("--block-len", metavar="N", help="Tokens of one KV block."),
     click.option(
-        "--context-len", metavar="N", help="Longest prompt and answer together, in tokens."
+        "--dtype",
+        metavar="auto|bfloat16|float16|float32",
+        help="Type of the weights (default: auto, bfloat16).",
+    ),
+    click.option("--max-rows", metavar="N", help="Choices that run at once (default: 32)."),
+    click.option(
+        "--num-blocks", metavar="N", help="KV blocks (default: for all rows, in 40 % of memory)."
+    ),
+    click.option("--block-len", metavar="N", help="Tokens of one KV block (default: 16)."),
+    click.option(
+        "--context-len",
+        metavar="N",
+        help="Tokens of prompt and answer together (default: 2048, at most the model's own).",
     ),
     click.option(
-        "--drain-timeout-s", metavar="S", help="How long running answers may go on at a stop."
+        "--drain-timeout-s",
+        metavar="S",
+        help="Seconds that running answers may go on at a stop (default: 30).",
     ),
-    click.option("--compile-cache-dir", metavar="DIR", help="Where compiled programs are kept."),
-    click.option("--step-delay-s", metavar="S", help="Length of a step of the fake engine."),
+    click.option(
+        "--compile-cache-dir",
+        metavar="DIR",
+        help="Where compiled programs are kept (default: in ~/.cache/tpugate).",
+    ),
+    click.option(
+        "--step-delay-s", metavar="S", help="Seconds of a step of the fake engine (default: 0)."
+    ),
 )
 """Shared by `serve` and `worker`. Values are checked in `workers.config`, where the environment is too."""
 
@@ -38,11 +54,15 @@ def worker_options(command: F) -> F:
 
 @click.command(epilog="Every option can also be given as TPUGATE_ and its name in capitals.")
 @click.option("--model", metavar="REF", help="Catalogue id, hub id, folder or .gguf file.")
-@click.option("--served-name", metavar="NAME", help="What clients call the model.")
-@click.option("--redis-url", metavar="URL", help="redis://, rediss:// or unix://.")
+@click.option(
+    "--served-name", metavar="NAME", help="What clients call the model (default: its own id)."
+)
+@click.option(
+    "--redis-url", metavar="URL", help="redis://, rediss:// or unix:// (default: on this machine)."
+)
 @worker_options
 @click.option("--worker-id", metavar="ID", help="Unique name of this process (default: made up).")
-@click.option("--log-level", metavar="LEVEL", help="DEBUG, INFO, WARNING or ERROR.")
+@click.option("--log-level", metavar="LEVEL", help="DEBUG, INFO (the default), WARNING or ERROR.")
 def worker(**flags: str | None) -> None:
     """Run one worker process: it claims a model's requests from Redis and answers them."""
     from workers.config import load_config

@@ -64,9 +64,10 @@ def test_compiled_arithmetic_is_exact(tpu_device, integers):
     assert torch.equal(result.cpu(), product(*integers))
 
 
-def test_synchronize_returns(tpu_device):
-    (torch.ones(8, 8, device=tpu_device.torch_device) * 2).add_(1)
+def test_what_was_started_is_done_after_synchronize(tpu_device):
+    result = (torch.ones(8, 8, device=tpu_device.torch_device) * 2).add_(1)
     tpu_device.synchronize()
+    assert result.cpu().flatten().tolist() == [3.0] * 64
 
 
 def test_device_describes_itself(tpu_device):

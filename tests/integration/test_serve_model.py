@@ -6,6 +6,8 @@ import asyncio
 import os
 import re
 import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -91,6 +93,24 @@ def test_the_capital_of_france(server: ModelServer) -> None:
     assert answer.choices[0].finish_reason == "stop"
     assert answer.usage is not None
     assert answer.usage.completion_tokens == 8
+
+
+def test_the_example_of_the_readme_prints_what_the_readme_says(
+    server: ModelServer, tmp_path: Path
+) -> None:
+    text = (Path(__file__).resolve().parents[2] / "README.md").read_text()
+    blocks = dict(re.findall(r"^```(python|text)\n(.*?)^```", text, re.MULTILINE | re.DOTALL))
+    share = tmp_path / ".local" / "share"
+    share.mkdir(parents=True)
+    (share / "tpugate").symlink_to(server.data_dir)
+    done = subprocess.run(
+        [sys.executable, "-c", blocks["python"].replace("http://127.0.0.1:8000", server.url)],
+        env={**os.environ, "HOME": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.stdout.strip(), done.returncode) == (blocks["text"].strip(), 0), done.stderr
 
 
 def test_the_capital_of_france_streamed_is_the_same_text(server: ModelServer) -> None:

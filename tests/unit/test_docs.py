@@ -1,11 +1,20 @@
 """Protects the documents: versions, commands, links and dependency reasons match the project."""
 
+import dataclasses
 import json
+import os
 import re
+import subprocess
 import tomllib
 from pathlib import Path
 
 import pytest
+
+from cli.gateway import gateway
+from cli.serve import serve
+from cli.worker import worker
+from gateway.settings import GatewaySettings
+from workers.config import WorkerConfig
 
 ROOT = Path(__file__).resolve().parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -49,6 +58,57 @@ def test_every_link_of_a_document_leads_to_a_file(document: Path) -> None:
         link for link in links if "://" not in link and not (document.parent / link).exists()
     ]
     assert not missing
+
+
+def test_help_of_make_is_readable_without_utf8() -> None:
+    command = ["make", "--no-print-directory", "help"]
+    text = subprocess.run(
+        command, cwd=ROOT, env={**os.environ, "LC_ALL": "C"}, capture_output=True, check=True
+    ).stdout.decode()
+    assert "\\x" not in text
+    named = set(re.findall(r"^  make ([a-z-]+)  +\S", text, flags=re.MULTILINE))
+    assert {"serve", "test", "clean"} <= named <= make_targets()
+
+
+def _written(default: object) -> str:
+    return f"{default:g}" if isinstance(default, float) else str(default)
+
+
+def settings_rows() -> dict[str, tuple[str, str]]:
+    """Flag and default of each variable on the settings page."""
+    text = (ROOT / "docs" / "settings.md").read_text()
+    rows = re.findall(r"^\| `(TPUGATE_\w+)` \| (.*?) \| (.*?) \|", text, flags=re.MULTILINE)
+    return {name: (flag, default) for name, flag, default in rows}
+
+
+def settings_defaults() -> dict[str, object]:
+    """What the code reads, with its default; None where that is decided later."""
+    worker = {field.name: field.default for field in dataclasses.fields(WorkerConfig)}
+    gateway = {name: field.default for name, field in GatewaySettings.model_fields.items()}
+    read = {f"TPUGATE_{name.upper()}": value for name, value in (worker | gateway).items()}
+    for file in ("torchtpu/environment.py", "models/settings.py", "cli/settings.py"):
+        for name in re.findall(r"\"(TPUGATE_[A-Z_]*[A-Z])\"", (ROOT / file).read_text()):
+            read.setdefault(name, None)
+    read.pop("TPUGATE_PJRT_PLUGIN")  # from tpugate to its own shim
+    return read
+
+
+def test_the_settings_page_has_every_variable_and_its_default() -> None:
+    rows, defaults = settings_rows(), settings_defaults()
+    assert set(rows) == set(defaults)
+    wrong = [
+        name
+        for name, default in defaults.items()
+        if default not in (None, "") and f"`{_written(default)}`" not in rows[name][1]
+    ]
+    assert wrong == []
+
+
+def test_the_settings_page_has_every_flag_beside_its_variable() -> None:
+    parameters = [p for command in (serve, worker, gateway) for p in command.params]
+    spoken = {parameter.opts[0] for parameter in parameters}
+    flags = {"TPUGATE_" + flag.strip("-").replace("-", "_").upper(): f"`{flag}`" for flag in spoken}
+    assert {name: flag for name, (flag, _) in settings_rows().items() if flag} == flags
 
 
 def test_the_examples_of_the_readme_are_well_formed() -> None:
