@@ -19,6 +19,7 @@ from models.chat_templates import ChatTemplate
 from models.errors import ModelError
 from models.tokenizer import TextTokenizer
 from workers.protocol import (
+    GATEWAY_TTL_S,
     MODELS_SET,
     REQUEST_GROUP,
     WORKERS_SET,
@@ -27,6 +28,7 @@ from workers.protocol import (
     WorkerStatus,
     card_key,
     decode,
+    gateway_key,
     requests_stream,
     worker_key,
 )
@@ -61,9 +63,11 @@ class Directory:
         *,
         poll_interval_s: float,
         retry_after_s: int,
+        gateway_id: str,
         on_poll: Callable[[frozenset[str]], None],
     ) -> None:
-        """`on_poll` gets the ids of all living workers after each good poll."""
+        """`on_poll` gets the ids of all living workers after each good poll; each tells workers of this gateway."""
+        self._gateway_key = gateway_key(gateway_id)
         self._redis = redis
         self._poll_interval_s = poll_interval_s
         self._retry_after_s = retry_after_s
@@ -122,7 +126,8 @@ class Directory:
         async with self._redis.pipeline(transaction=False) as pipe:
             pipe.smembers(WORKERS_SET)
             pipe.smembers(MODELS_SET)
-            worker_ids, model_ids = await pipe.execute()
+            pipe.set(self._gateway_key, b"", ex=GATEWAY_TTL_S)
+            worker_ids, model_ids, _ = await pipe.execute()
         await self._read_statuses(sorted(item.decode() for item in worker_ids))
         named = {item.decode() for item in model_ids}
         self._known = frozenset(named | {status.model for status in self.statuses.values()})

@@ -236,6 +236,7 @@ class Dispatcher:
             self._redis,
             poll_interval_s=settings.poll_interval_s,
             retry_after_s=settings.retry_after_unavailable_s,
+            gateway_id=self.gateway_id,
             on_poll=self._on_poll,
         )
         self._outbox = Outbox(self._redis, retry_after_s=settings.retry_after_unavailable_s)

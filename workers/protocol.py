@@ -8,6 +8,7 @@ each other during a rolling update.
     gateway <── StepDeltas ─────── reply stream of that gateway <──(one append a step)── worker
     gateway ── AbortRequest ─────> aborts stream of the model ──(every worker reads it)──> owner acts
     worker  ── WorkerStatus ─────> key with a time to live ──(gateways poll)──> readiness, metrics
+    gateway ── (gateway key) ────> key with a time to live ──(workers look)──> requests nobody waits for
     worker  ── ModelCard ────────> key of the model ──(gateways cache by digest)──> tokenizer, template
 """
 
@@ -23,6 +24,8 @@ HEARTBEAT_TTL_S = 5.0
 """A worker whose status key is gone for this long is dead: its requests are claimed by others."""
 PAYLOAD_FIELD = b"p"
 """The one field of every stream entry; it holds one encoded record."""
+GATEWAY_TTL_S = 5
+"""A gateway whose key is gone for some seconds more is dead: workers abort its requests."""
 WORKERS_SET = "tpugate:workers"
 """Ids of all workers that ever announced themselves; readers drop ids whose status key is gone."""
 MODELS_SET = "tpugate:models"
@@ -47,6 +50,10 @@ def worker_key(worker_id: str) -> str:
 
 def card_key(model: str) -> str:
     return f"tpugate:model:{model}"
+
+
+def gateway_key(gateway_id: str) -> str:
+    return f"tpugate:gateway:{gateway_id}"
 
 
 class FinishReason(StrEnum):
@@ -106,6 +113,8 @@ class GenerateRequest(msgspec.Struct, array_like=True, frozen=True, kw_only=True
     script: tuple[bytes, ...] | None = None
     """What the scripted engine emits, one token each; None for a real engine."""
     version: int = PROTOCOL_VERSION
+    gateway_id: str = ""
+    """Whose `gateway_key` tells that somebody waits for the answer; "" is unknown: then it is always given."""
 
 
 class AbortRequest(msgspec.Struct, array_like=True, frozen=True):

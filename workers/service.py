@@ -10,6 +10,7 @@ code 1 (2 if another start would fail the same), every request it held having go
 """
 
 import asyncio
+import contextlib
 import logging
 import os
 import signal
@@ -24,6 +25,7 @@ from workers.config import WorkerConfig, sentence
 from workers.consumer import AbortFeed, RequestQueue
 from workers.engine.interface import EngineFactory, LoadedEngine
 from workers.engine_thread import ENGINE_FAILED, EngineThread, terminal
+from workers.gateway_watch import GatewayWatch
 from workers.heartbeat import Heartbeat
 from workers.link import OUTAGE, Patience, connect
 from workers.progress import INTERVAL_S, StartLog
@@ -71,6 +73,7 @@ class Service:
         self._publisher = Publisher(self._redis, self._queue.stream, config.worker_id)
         self._heartbeat = Heartbeat(self._redis, self._status)
         self._engine = EngineThread(factory, self)
+        self._gateways = GatewayWatch(self._redis)
         self._claims = Claims(0)
         self._recent_aborts: dict[str, None] = {}
         self._state = WorkerState.STARTING
@@ -201,14 +204,14 @@ class Service:
 
     async def _reclaim_loop(self) -> None:
         while not self._stop.is_set():
+            for request in await self._gateways.orphans(c.request for c in self._claims.all()):
+                self._engine.abort(request.request_id)
             if self._claims.num_free:
                 async with self._taking_over:
                     await self._reclaim()
-            try:
+            with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(RECLAIM_INTERVAL_S):
                     await self._stop.wait()
-            except TimeoutError:
-                continue
 
     async def _reclaim(self) -> None:
         try:

@@ -19,8 +19,6 @@ from tests.integration.conftest import StartGateway
 from workers.engine.scripted import EXIT, FAIL, HANG
 from workers.protocol import WorkerState, WorkerStatus, encode, requests_stream, worker_key
 
-URL = "/v1/chat/completions"
-
 
 @pytest.mark.parametrize("stream", [True, False])
 def test_c05_more_choices_than_the_model_has_rows(
@@ -204,3 +202,19 @@ def test_x11_requests_of_a_killed_worker_are_taken_over(
 
 def _generated(peer: GatewayPeer) -> int:
     return sum(status.generation_tokens for status in peer.statuses().values())
+
+
+def test_requests_of_a_killed_gateway_are_aborted(
+    peer: GatewayPeer, start_worker: Any, start_gateway: StartGateway
+):
+    gateway = start_gateway()
+    start_worker("a", max_rows="1")
+    gateway.wait_for_ready()
+    client = LeavingClient(gateway, script=RESTING, stream=True)
+    client.read_until(b"word ")
+    (key,) = peer.redis.keys("tpugate:gateway:*")
+    assert peer.redis.ttl(key) > 0
+    gateway.send(signal.SIGKILL)
+    gateway.wait()
+    wait_until(lambda: peer.num_entries() == 0, "the worker has given the request up")
+    client.leave()

@@ -127,6 +127,7 @@ class CompletionService:
             deadline_s=now_s + self._settings.request_timeout_s,
             priority=body.priority or 0,
             script=prompt.script,
+            gateway_id=self._dispatcher.gateway_id,
         )
 
 
