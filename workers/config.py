@@ -93,9 +93,14 @@ def _own_name(values: Mapping[str, Any]) -> str:
 
 
 def sentence(text: str) -> str:
-    """`text` with a capital and one full stop, also where a library's own sentence ends it."""
+    """`text` with a capital and one full stop, also where a library's own sentence ends it.
+
+    A name at its beginning (a model's, a flag's, a file's) stays as it is written.
+    """
     text = re.sub(r"(?<!\.)\.\.$", ".", text.strip())
-    return text[:1].upper() + text[1:] + ("" if text.endswith((".", "!", "?")) else ".")
+    if text.partition(" ")[0].isalpha():
+        text = text[:1].upper() + text[1:]
+    return text + ("" if text.endswith((".", "!", "?")) else ".")
 
 
 def _fresh_worker_id() -> str:

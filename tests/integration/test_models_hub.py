@@ -207,7 +207,7 @@ def test_an_interrupted_pull_keeps_the_files_it_had(hub, files, tmp_path):
 @pytest.mark.parametrize(
     ("ref", "words"),
     [
-        ("org/missing", "the hub has no model org/missing"),
+        ("org/missing", "The hub has no model org/missing"),
         ("org/tiny@v9", "org/tiny has no revision 'v9'"),
         ("org/gated", "org/gated is gated: accept its terms"),
     ],

@@ -164,7 +164,7 @@ def test_a_killed_converter_is_one_sentence(tiny_gguf, cache):
         os.kill(converter, signal.SIGKILL)
         _, err = process.communicate(timeout=60)
     assert process.returncode == 1
-    assert err.splitlines()[-1].startswith("Error: converting tiny.gguf was killed")
+    assert err.splitlines()[-1].startswith("Error: Converting tiny.gguf was killed")
     assert run(cache, "pull", str(tiny_gguf)).returncode == 0
 
 
@@ -198,7 +198,7 @@ def test_a_full_disk_is_one_sentence(tmp_path):
         timeout=120,
     )
     assert done.returncode == 1
-    assert "no space left" in done.stderr.splitlines()[-1]
+    assert "No space left" in done.stderr.splitlines()[-1]
     assert "Traceback" not in done.stderr
 
 
