@@ -92,6 +92,18 @@ class SamplingParams(msgspec.Struct, array_like=True, frozen=True, kw_only=True)
     ignore_eos: bool = False
     min_tokens: int = 0
     skip_special_tokens: bool = True
+    repetition_penalty: float = 1.0
+    """Divides (above 0) or multiplies logits of tokens of the prompt and the answer; 1 is off."""
+    frequency_penalty: float = 0.0
+    """Subtracted from a token's logit for each time the answer has it."""
+    presence_penalty: float = 0.0
+    """Subtracted from the logits of the tokens that the answer has."""
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    """(token id, what is added to its logit)."""
+    logprobs: int | None = None
+    """Alternatives reported beside each generated token, 0 to 20; None reports nothing."""
+    prompt_logprobs: int | None = None
+    """The same for the tokens of the prompt."""
 
 
 class GenerateRequest(msgspec.Struct, array_like=True, frozen=True, kw_only=True):
@@ -115,6 +127,10 @@ class GenerateRequest(msgspec.Struct, array_like=True, frozen=True, kw_only=True
     version: int = PROTOCOL_VERSION
     gateway_id: str = ""
     """Whose `gateway_key` tells that somebody waits for the answer; "" is unknown: then it is always given."""
+    cache_salt: str = ""
+    """Cached prefixes are shared between requests of equal salt only: one for each organisation."""
+    fair_key: str = ""
+    """Whose request it is (an API key's id): waiting requests of different keys take turns."""
 
 
 class AbortRequest(msgspec.Struct, array_like=True, frozen=True):
@@ -130,6 +146,15 @@ class Usage(msgspec.Struct, array_like=True, frozen=True, kw_only=True):
     completion_tokens: int
     cached_tokens: int = 0
     """Prompt tokens that needed no prefill."""
+
+
+class TokenLogprobs(msgspec.Struct, array_like=True, frozen=True):
+    """Natural logarithms of the model's own probabilities, before temperature, penalties and bias."""
+
+    token_id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+    """(token id, logprob) of the likeliest tokens, the likeliest first."""
 
 
 class OutputDelta(msgspec.Struct, array_like=True, frozen=True, kw_only=True):
@@ -152,6 +177,10 @@ class OutputDelta(msgspec.Struct, array_like=True, frozen=True, kw_only=True):
     """With FinishReason.ERROR: one sentence for the client, no path, no class name."""
     usage: Usage | None = None
     """On the last delta of the last choice: the request is over."""
+    logprobs: tuple[TokenLogprobs, ...] | None = None
+    """One for each of the `num_tokens` tokens, if the request asked for them."""
+    prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
+    """On the first delta of choice 0, if asked for: one for each prompt token, None for the first."""
 
 
 class StepDeltas(msgspec.Struct, array_like=True, frozen=True, kw_only=True):
