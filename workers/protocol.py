@@ -146,6 +146,10 @@ class Usage(msgspec.Struct, array_like=True, frozen=True, kw_only=True):
     completion_tokens: int
     cached_tokens: int = 0
     """Prompt tokens that needed no prefill."""
+    prefill_s: float = 0.0
+    """From the dispatch of the request's first step to its first token, seconds."""
+    decode_s: float = 0.0
+    """From there to its end."""
 
 
 class TokenLogprobs(msgspec.Struct, array_like=True, frozen=True):
@@ -213,6 +217,17 @@ class WorkerStatus(msgspec.Struct, array_like=True, frozen=True, kw_only=True):
     prompt_tokens: int = 0
     generation_tokens: int = 0
     engine: Literal["model", "scripted"] = "model"
+    host_seconds: float = 0.0
+    """Host work of all steps so far; waiting for the device is not."""
+    device_seconds: float = 0.0
+    """Time that steps had the device."""
+    num_prefix_queries: int = 0
+    """Prompt tokens looked up in the prefix cache so far."""
+    num_prefix_hits: int = 0
+    num_preemptions: int = 0
+    block_len: int = 0
+    """Tokens of a KV block; 0 without blocks."""
+    num_blocks: int = 0
 
 
 class ModelCard(msgspec.Struct, array_like=True, frozen=True, kw_only=True):

@@ -386,6 +386,13 @@ class Service:
             prompt_tokens=stats.prompt_tokens,
             generation_tokens=stats.generation_tokens,
             engine="scripted" if self._config.engine == "fake" else "model",
+            host_seconds=stats.host_seconds,
+            device_seconds=stats.device_seconds,
+            num_prefix_queries=stats.num_prefix_queries,
+            num_prefix_hits=stats.num_prefix_hits,
+            num_preemptions=stats.num_preemptions,
+            block_len=stats.block_len,
+            num_blocks=stats.num_blocks,
         )
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:

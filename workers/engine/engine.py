@@ -9,6 +9,7 @@ import logging
 import secrets
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from functools import partial
 
 from tokenizers import Tokenizer
 
@@ -16,9 +17,10 @@ from workers.engine.interface import EngineStats
 from workers.engine.kv_cache import BlockPool, BlockTable
 from workers.engine.model_runner import ModelRunner, StepHandle
 from workers.engine.output_processor import ChoiceOutput, Emission, TokenizerDetokenizer
-from workers.engine.outputs import DecodeRow, PrefillSegment, StepPlan
+from workers.engine.outputs import DecodeRow, PrefillSegment, StepPlan, is_current
 from workers.engine.request import Sequence, Status, fold_seed
 from workers.engine.scheduler import Scheduler
+from workers.engine.step_log import EngineLoad, StepLog, StepSink, describe
 from workers.errors import RequestError
 from workers.protocol import FinishReason, GenerateRequest, OutputDelta, Usage
 
@@ -42,6 +44,8 @@ class EngineParts:
     block_len: int
     context_len: int
     eos_token_ids: frozenset[int]
+    step_sink: StepSink | None = None
+    """Takes a record of each step."""
 
 
 @dataclass
@@ -54,13 +58,20 @@ class _Resident:
     num_finished: int = 0
     unsent_tokens: list[int] = field(default_factory=list)
     """Per choice, tokens counted but not yet in a delta."""
+    started_s: float = 0.0
+    """Dispatch of its first step; 0 before."""
+    first_token_s: float = 0.0
+    """When its first token was read; 0 before."""
 
-    @property
-    def usage(self) -> Usage:
+    def usage(self, now_s: float) -> Usage:
+        begun_s = self.started_s or now_s
+        prefilled_s = self.first_token_s or now_s
         return Usage(
             prompt_tokens=len(self.request.prompt_token_ids),
             completion_tokens=sum(s.output.num_tokens for s in self.sequences),
             cached_tokens=min(s.num_cached for s in self.sequences),
+            prefill_s=prefilled_s - begun_s,
+            decode_s=now_s - prefilled_s,
         )
 
 
@@ -80,6 +91,9 @@ class ModelEngine:
         self._num_generated = 0
         self._num_padded = 0
         self._num_computed = 0
+        self._num_prefix_queries = 0
+        self._num_prefix_hits = 0
+        self._log = StepLog(parts.step_sink)
         self._compiles_at_start = parts.runner.num_compilations()
 
     @property
@@ -103,6 +117,8 @@ class ModelEngine:
             self._new_sequence(request, choice, (base + choice * _SEED_STEP) & 0xFFFFFFFF, room)
             for choice in range(request.n)
         ]
+        if not self._residents:
+            self._log.resident()
         self._residents[request.request_id] = _Resident(
             request, sequences, unsent_tokens=[0] * request.n
         )
@@ -118,15 +134,17 @@ class ModelEngine:
         deltas: list[OutputDelta] = []
         for request_id in list(self._residents):
             deltas += self._end(request_id, Emission("", FinishReason.ERROR), error)
+        self._log.lost(self._load)
         return deltas
 
     def has_work(self) -> bool:
         return self._in_flight is not None or self._scheduler.has_work()
 
     def step(self) -> list[OutputDelta]:
+        self._log.begin()
         plan = self._scheduler.schedule()
         try:
-            dispatched = self._runner.dispatch(plan) if plan else None
+            dispatched = self._dispatch(plan) if plan else None
             tokens = self._in_flight.collect() if self._in_flight else []
         except RuntimeError:
             self._recover()
@@ -135,7 +153,9 @@ class ModelEngine:
         if self._in_flight:
             # Only a collected step is known to be good: a dispatch may fail later, on the device.
             self._num_failed_steps = 0
+            self._log.collected()
             deltas = self._emit(self._in_flight.plan, tokens)
+            self._log.emitted(self._load)
         self._in_flight = dispatched
         if not self.has_work():
             self._scheduler.check_integrity()
@@ -154,6 +174,27 @@ class ModelEngine:
             num_compiles_after_warmup=self._runner.num_compilations() - self._compiles_at_start,
             num_ready_buckets=self._runner.num_programs,
             padding_ratio=self._num_padded / total if total else 0.0,
+            host_seconds=self._log.host_s,
+            device_seconds=self._log.device_s,
+            num_prefix_queries=self._num_prefix_queries,
+            num_prefix_hits=self._num_prefix_hits,
+            num_preemptions=self._scheduler.num_preemptions,
+            block_len=self._parts.block_len,
+            num_blocks=self._parts.pool.num_blocks - 1,
+        )
+
+    def _dispatch(self, plan: StepPlan) -> StepHandle:
+        self._log.scheduled(partial(describe, plan))
+        handle = self._runner.dispatch(plan)
+        self._log.launched()
+        return handle
+
+    def _load(self) -> EngineLoad:
+        return EngineLoad(
+            num_running=len(self._scheduler.running),
+            num_waiting=len(self._scheduler.waiting),
+            kv_usage=self._parts.pool.usage,
+            num_compiles=self._runner.num_compilations() - self._compiles_at_start,
         )
 
     def _new_sequence(
@@ -174,6 +215,7 @@ class ModelEngine:
             table=BlockTable(parts.pool, parts.block_len),
             token_ids=list(request.prompt_token_ids),
             arrival=self._num_arrivals,
+            arrived_s=self._log.now(),
         )
 
     def _emit(self, plan: StepPlan, tokens: list[int]) -> list[OutputDelta]:
@@ -182,7 +224,7 @@ class ModelEngine:
         deltas: list[OutputDelta] = []
         for entry, token in _sampled(plan, tokens):
             sequence = entry.sequence
-            if sequence.epoch != entry.epoch or sequence.status is not Status.RUNNING:
+            if not is_current(entry):
                 continue
             sequence.num_in_flight -= 1
             sequence.token_ids.append(token)
@@ -194,6 +236,7 @@ class ModelEngine:
     def _advance(self, sequence: Sequence, emission: Emission) -> list[OutputDelta]:
         resident = self._residents[sequence.request.request_id]
         resident.unsent_tokens[sequence.choice] += 1
+        resident.first_token_s = resident.first_token_s or self._log.completed_s
         if emission.finish_reason is None and not emission.text:
             return []
         return [self._delta(resident, sequence, emission)]
@@ -205,6 +248,7 @@ class ModelEngine:
         if emission.finish_reason is not None:
             self._scheduler.remove(sequence)
             resident.num_finished += 1
+            self._log.ended(resident.request.request_id, sequence.choice, emission.finish_reason)
         is_last = resident.num_finished == len(resident.sequences)
         if is_last:
             del self._residents[resident.request.request_id]
@@ -222,7 +266,7 @@ class ModelEngine:
             finish_reason=emission.finish_reason,
             stop_reason=emission.stop_reason,
             error=error,
-            usage=resident.usage if is_last else None,
+            usage=resident.usage(self._log.now()) if is_last else None,
         )
 
     def _end(
@@ -239,13 +283,25 @@ class ModelEngine:
         self._num_steps += 1
         self._num_computed += plan.num_tokens
         self._num_padded += plan.bucket.num_tokens - plan.num_tokens
-        self._num_prompt_tokens += sum(segment.length for segment in plan.segments)
+        for segment in plan.segments:
+            self._num_prompt_tokens += segment.length
+            self._count_start(segment)
+
+    def _count_start(self, segment: PrefillSegment) -> None:
+        sequence = segment.sequence
+        if segment.is_first:
+            self._num_prefix_queries += len(sequence.request.prompt_token_ids)
+            self._num_prefix_hits += sequence.num_cached
+        resident = self._residents.get(sequence.request.request_id)
+        if resident is not None and not resident.started_s:
+            resident.started_s = self._log.dispatched_s
 
     def _recover(self) -> None:
         """A step failed on the device: the cache is lost, the requests are not."""
         self._num_failed_steps += 1
         self._in_flight = None
         self._scheduler.preempt_all()
+        self._log.lost(self._load)
         self._runner.reset_cache()
         if self._num_failed_steps >= MAX_FAILED_STEPS:
             raise

@@ -25,6 +25,18 @@ class EngineStats:
     num_ready_buckets: int = 0
     padding_ratio: float = 0.0
     """Padded rows over all rows computed, 0 … 1."""
+    host_seconds: float = 0.0
+    """Host work of all steps; waiting for the device is not."""
+    device_seconds: float = 0.0
+    """Time that steps had the device."""
+    num_prefix_queries: int = 0
+    """Prompt tokens looked up in the prefix cache."""
+    num_prefix_hits: int = 0
+    """Those of them that were there."""
+    num_preemptions: int = 0
+    block_len: int = 0
+    """Tokens of a KV block; 0 without blocks."""
+    num_blocks: int = 0
 
 
 class Engine(Protocol):

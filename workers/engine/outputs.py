@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 
 from torchtpu.buckets import Bucket
-from workers.engine.request import Sequence
+from workers.engine.request import Sequence, Status
 from workers.protocol import SamplingParams
 
 
@@ -40,6 +40,11 @@ class PrefillSegment:
     samples: bool
     """Whether this is the last one, whose last token yields the next."""
 
+    @property
+    def is_first(self) -> bool:
+        """The first one of its sequence ever; a preempted sequence's next start has none."""
+        return self.epoch == 0 and self.start == self.sequence.num_cached
+
 
 @dataclass(frozen=True)
 class StepPlan:
@@ -60,6 +65,12 @@ class StepPlan:
         sequences = [row.sequence for row in self.rows]
         sequences += [segment.sequence for segment in self.segments if segment.samples]
         return max((_draw(s.request.sampling) for s in sequences), default=Draw.GREEDY)
+
+
+def is_current(entry: DecodeRow | PrefillSegment) -> bool:
+    """Whether its sequence still waits for this result: it has not ended or started anew meanwhile."""
+    sequence = entry.sequence
+    return sequence.epoch == entry.epoch and sequence.status is Status.RUNNING
 
 
 def _draw(sampling: SamplingParams) -> Draw:

@@ -53,6 +53,8 @@ class Sequence:
     """Prompt tokens found in the prefix cache when it first started."""
     epoch: int = 0
     """Counts preemptions: results of an earlier epoch are dropped."""
+    arrived_s: float = 0.0
+    """When the engine got it, on the clock of its step log."""
 
     def __post_init__(self) -> None:
         assert self.token_ids, "a sequence has at least one token"
