@@ -1,11 +1,12 @@
 """The shapes that get compiled, and the choice of one for a step's work. Plain Python.
 
 XLA compiles one program for one shape, so a step is padded to the smallest compiled **bucket** that
-holds it. A bucket has decode rows and, beside them, prefill segments, all over one length of context:
+holds it. A bucket has decode rows and, beside them, a run of prompt tokens, all over one length of context:
 
-    rows = 8         8 decode tokens, one a request            ┐ one flat row of
-    segments = 4     4 chunks of up to 64 prompt tokens each   ┘ 8 + 4·64 tokens
-    context = 128    keys that each of them may look at
+    rows = 8            8 decode tokens, one a request                  ┐ one flat row of
+    tokens = 128        128 prompt tokens, one chunk behind the other   ┘ 8 + 128 tokens
+    segments = 4 × 64   of at most 4 requests, at most 64 tokens each
+    context = 128       keys that each of them may look at
 
 Fewer than eight rows cost as much as eight (the sublane tile of a TPU; one row is far slower on
 XLA:CPU), so eight is the least.
@@ -18,21 +19,41 @@ from functools import cached_property
 MIN_ROWS = 8
 SEGMENT_SAMPLES = 8
 """Logits rows beside decode rows in every bucket with prefill: few sizes mean few sampling programs."""
+ATTENTION_SHARE = 0.2
+"""What a place of the attention grid costs, as a share of a token's whole cost (measured at 128 keys)."""
 
 
 @dataclass(frozen=True, order=True)
 class PrefillShape:
-    """`segments` chunks of at most `segment_len` tokens each."""
+    """A run of `tokens` prompt tokens, cut into at most `segments` chunks of at most `segment_len`.
 
+    Everything but attention works on the run, where chunks lie without gaps; attention works on a grid
+    of `segments` × `segment_len` places.
+    """
+
+    tokens: int
     segments: int
     segment_len: int
 
     @property
-    def num_tokens(self) -> int:
-        return self.segments * self.segment_len
+    def cost(self) -> float:
+        """In tokens: the run, and the attention grid by what a place of it costs."""
+        return self.tokens + ATTENTION_SHARE * self.segments * self.segment_len
+
+    def cut(self, waiting: Sequence[int]) -> list[int]:
+        """How many of the `waiting` tokens of each request fit, in order; none for the last ones."""
+        lengths: list[int] = []
+        room = self.tokens
+        for num_tokens in waiting[: self.segments]:
+            length = min(num_tokens, self.segment_len, room)
+            if length == 0:
+                break
+            lengths.append(length)
+            room -= length
+        return lengths
 
 
-NO_PREFILL = PrefillShape(0, 0)
+NO_PREFILL = PrefillShape(0, 0, 0)
 
 
 @dataclass(frozen=True, order=True)
@@ -48,7 +69,7 @@ class Bucket:
     @property
     def num_tokens(self) -> int:
         """Length of the flat row of tokens."""
-        return self.rows + self.prefill.num_tokens
+        return self.rows + self.prefill.tokens
 
     @property
     def num_samples(self) -> int:
@@ -62,7 +83,7 @@ class Bucket:
         return (
             decode
             if prefill == NO_PREFILL
-            else f"{decode}-p{prefill.segments}x{prefill.segment_len}"
+            else f"{decode}-t{prefill.tokens}-{prefill.segments}x{prefill.segment_len}"
         )
 
 
@@ -130,9 +151,8 @@ class BucketLadder:
         """
         fitting = [shape for shape in self.prefill if shape.segment_len <= self.max_context]
 
-        def worth(shape: PrefillShape) -> tuple[float, int]:
-            useful = sum(min(n, shape.segment_len) for n in waiting[: shape.segments])
-            return useful / (shape.num_tokens + overhead_tokens), -shape.num_tokens
+        def worth(shape: PrefillShape) -> tuple[float, float]:
+            return sum(shape.cut(waiting)) / (shape.cost + overhead_tokens), -shape.cost
 
         return max(fitting, key=worth)
 
@@ -151,7 +171,12 @@ def default_ladder(max_rows: int, context_len: int) -> BucketLadder:
     rows = tuple(n for n in (8, 16, 32, 64, 128) if n < top_rows) + (top_rows,)
     contexts = tuple(n for n in (96, 128, 256, 512, 1024) if n < top_context) + (top_context,)
     mixed_contexts = tuple(n for n in (128, 512) if n < top_context) + (top_context,)
-    shapes = [PrefillShape(1, 64), PrefillShape(8, 32), PrefillShape(4, 64), PrefillShape(1, 256)]
+    shapes = [
+        PrefillShape(tokens=48, segments=2, segment_len=48),
+        PrefillShape(tokens=128, segments=4, segment_len=64),
+        PrefillShape(tokens=256, segments=8, segment_len=64),
+        PrefillShape(tokens=256, segments=1, segment_len=256),
+    ]
     return BucketLadder(
         rows=rows,
         mixed_rows=tuple(dict.fromkeys((MIN_ROWS, top_rows))),

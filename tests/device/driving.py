@@ -21,7 +21,7 @@ CONTEXT_LEN = 256
 LADDER = BucketLadder(
     rows=(8, 32),
     mixed_rows=(32,),
-    prefill=(PrefillShape(8, 16), PrefillShape(1, 128)),
+    prefill=(PrefillShape(64, 8, 24), PrefillShape(128, 1, 128)),
     contexts=(128, CONTEXT_LEN),
     mixed_contexts=(CONTEXT_LEN,),
 )

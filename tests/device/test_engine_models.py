@@ -24,7 +24,7 @@ CONTEXT_LEN = 64
 LADDER = BucketLadder(
     rows=(8,),
     mixed_rows=(8,),
-    prefill=(PrefillShape(4, 16),),
+    prefill=(PrefillShape(40, 4, 16),),
     contexts=(CONTEXT_LEN,),
     mixed_contexts=(CONTEXT_LEN,),
 )

@@ -13,7 +13,7 @@ from torchtpu.compiler import Program, ProgramCompiler
 from torchtpu.device import Device
 from torchtpu.ops import attention, sampling
 
-# Attention: a flat row of 3 decode rows, one of them padding, and 2 segments of 4 tokens.
+# Attention: a flat row of 3 decode rows, one of them padding, 2 segments of up to 4 tokens, 2 of padding.
 BLOCK_LEN = 4
 NUM_BLOCKS = 16
 CONTEXT = 16
@@ -24,6 +24,7 @@ SEGMENT_STARTS = [0, 8]
 SEGMENT_LENS = [3, 4]
 SEGMENT_BLOCKS = [[4, 0, 0, 0], [6, 1, 8, 0]]
 SEGMENT_LEN = 4
+NUM_TOKENS = len(ROW_POSITIONS) + sum(SEGMENT_LENS) + 2
 
 # Sampling.
 ROWS, VOCAB = 16, 512
@@ -57,8 +58,8 @@ def token_places() -> list[tuple[list[int], int] | None]:
     places: list[tuple[list[int], int] | None] = list(zip(ROW_BLOCKS, ROW_POSITIONS, strict=True))
     places[2] = None
     for start, length, blocks in zip(SEGMENT_STARTS, SEGMENT_LENS, SEGMENT_BLOCKS, strict=True):
-        places += [(blocks, start + i) if i < length else None for i in range(SEGMENT_LEN)]
-    return places
+        places += [(blocks, start + i) for i in range(length)]
+    return places + [None] * (NUM_TOKENS - len(places))
 
 
 def flat_slots() -> list[int]:
@@ -100,15 +101,22 @@ def split_twice(results: tuple[Tensor, ...]) -> tuple[list[Tensor], list[list[Te
 
 def step_tensors(keys: Sequence[Tensor], values: Sequence[Tensor]) -> attention.StepTensors:
     device = keys[0].device
-    ahead = torch.arange(SEGMENT_LEN, device=device)
+    num_rows, num_prompt = len(ROW_POSITIONS), NUM_TOKENS - len(ROW_POSITIONS)
+    positions = torch.tensor([place[1] if place else 0 for place in token_places()], device=device)
+    firsts = torch.tensor([0, SEGMENT_LENS[0]], device=device)
+    grid = (firsts[:, None] + torch.arange(SEGMENT_LEN, device=device)).clamp(max=num_prompt - 1)
+    places = [p * SEGMENT_LEN + i for p, n in enumerate(SEGMENT_LENS) for i in range(n)]
+    places += [0] * (num_prompt - len(places))
     return attention.StepTensors(
         keys=list(keys),
         values=list(values),
         slots=torch.tensor(flat_slots(), device=device),
         row_blocks=torch.tensor(ROW_BLOCKS, device=device),
-        row_positions=torch.tensor(ROW_POSITIONS, device=device)[:, None],
+        row_positions=positions[:num_rows, None],
+        grid_tokens=grid,
+        grid_places=torch.tensor(places, device=device),
+        grid_positions=positions[num_rows:][grid],
         segment_blocks=torch.tensor(SEGMENT_BLOCKS, device=device),
-        segment_positions=torch.tensor(SEGMENT_STARTS, device=device)[:, None] + ahead,
         block_len=BLOCK_LEN,
     )
 

@@ -81,28 +81,19 @@ class ToyRunner:
 
     def _compute(self, plan: StepPlan) -> list[int]:
         layout = BatchLayout(plan.bucket, self._block_len, self.max_rows)
-        packed = layout.pack(plan)
-        fields = {
-            name: packed[start:end].reshape(layout.shapes[name])
-            for name, (start, end) in layout.offsets.items()
-        }
-        row_tokens = self._newest[fields["row_slots"]]
+        fields = layout.fields(layout.pack(plan))
+        segment_len = plan.bucket.prefill.segment_len
+        tokens = [*self._newest[fields["newest_rows"]], *fields["prompt_tokens"]]
         # All tokens of a step are written before any is read.
-        for token, position, blocks in zip(
-            row_tokens, fields["row_positions"], fields["row_blocks"], strict=True
-        ):
-            self._cache[self._slot(blocks, position)] = token
-        for index, length in enumerate(fields["segment_lens"]):
-            start, blocks = fields["segment_starts"][index], fields["segment_blocks"][index]
-            for offset in range(length):
-                slot = self._slot(blocks, start + offset)
-                self._cache[slot] = fields["segment_tokens"][index, offset]
-        ends = [*fields["row_positions"] + 1, *fields["segment_starts"] + fields["segment_lens"]]
-        tables = [*fields["row_blocks"], *fields["segment_blocks"]]
-        tokens = [self._read(blocks, end) for blocks, end in zip(tables, ends, strict=True)]
-        slots = fields["sample_slots"][: len(tokens)]
-        self._newest[slots] = tokens
-        return tokens
+        self._cache[fields["slots"]] = tokens
+        tables = list(fields["row_blocks"])
+        for place in fields["grid_places"]:
+            tables.append(fields["segment_blocks"][place // segment_len])
+        sampled = [
+            self._read(tables[t], fields["positions"][t] + 1) for t in fields["sample_tokens"]
+        ]
+        self._newest[fields["sample_rows"]] = sampled
+        return sampled
 
     def _slot(self, blocks: NDArray[np.int32], position: int) -> int:
         return int(blocks[position // self._block_len]) * self._block_len + (

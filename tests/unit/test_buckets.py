@@ -18,7 +18,7 @@ from torchtpu.buckets import (
 LADDER = BucketLadder(
     rows=(8, 16),
     mixed_rows=(16,),
-    prefill=(PrefillShape(4, 16), PrefillShape(1, 64)),
+    prefill=(PrefillShape(64, 4, 16), PrefillShape(64, 1, 64), PrefillShape(24, 2, 16)),
     contexts=(32, 64, 128),
     mixed_contexts=(32, 128),
 )
@@ -31,9 +31,9 @@ LADDER = BucketLadder(
         (8, 32, NO_PREFILL, Bucket(8, 32)),
         (9, 33, NO_PREFILL, Bucket(16, 64)),
         (16, 128, NO_PREFILL, Bucket(16, 128)),
-        (0, 16, PrefillShape(4, 16), Bucket(16, 32, PrefillShape(4, 16))),
+        (0, 16, PrefillShape(64, 4, 16), Bucket(16, 32, PrefillShape(64, 4, 16))),
         # The segment itself must fit into the context, however short its tokens reach.
-        (3, 5, PrefillShape(1, 64), Bucket(16, 128, PrefillShape(1, 64))),
+        (3, 5, PrefillShape(64, 1, 64), Bucket(16, 128, PrefillShape(64, 1, 64))),
     ],
 )
 def test_the_smallest_bucket_that_holds_the_work(
@@ -50,8 +50,8 @@ def test_work_beyond_the_ladder_is_refused(num_rows: int, context: int):
 
 def test_every_bucket_is_listed_once_and_cheap_ones_come_first():
     buckets = LADDER.buckets
-    # 2·3 for decode; 2 contexts of 2 shapes, less the one whose segment is longer than its context.
-    assert len(buckets) == len(set(buckets)) == 6 + 3
+    # 2·3 for decode; 2 contexts of 3 shapes, less the one whose segment is longer than its context.
+    assert len(buckets) == len(set(buckets)) == 6 + 5
     sizes = [bucket.num_tokens for bucket in buckets]
     assert sizes == sorted(sizes)
 
@@ -61,7 +61,7 @@ def test_names_are_distinct():
 
 
 def test_a_bucket_counts_its_tokens_and_samples():
-    bucket = Bucket(16, 128, PrefillShape(4, 16))
+    bucket = Bucket(16, 128, PrefillShape(64, 4, 16))
     assert (bucket.num_tokens, bucket.num_samples) == (80, 16 + SEGMENT_SAMPLES)
     assert (Bucket(16, 128).num_tokens, Bucket(16, 128).num_samples) == (16, 16)
 
@@ -69,16 +69,32 @@ def test_a_bucket_counts_its_tokens_and_samples():
 @pytest.mark.parametrize(
     ("waiting", "expected"),
     [
-        ([10, 12, 9, 14], PrefillShape(4, 16)),
-        ([200], PrefillShape(1, 64)),
-        ([64, 5], PrefillShape(1, 64)),
-        ([16, 16, 16, 16], PrefillShape(4, 16)),
+        ([10, 12, 9, 14], PrefillShape(64, 4, 16)),
+        ([200], PrefillShape(64, 1, 64)),
+        ([64, 5], PrefillShape(64, 1, 64)),
+        ([16, 16, 16, 16], PrefillShape(64, 4, 16)),
+        ([10, 12], PrefillShape(24, 2, 16)),
     ],
 )
 def test_prefill_takes_the_shape_with_most_useful_tokens(
     waiting: list[int], expected: PrefillShape
 ):
     assert LADDER.choose_prefill(waiting, overhead_tokens=16) == expected
+
+
+@pytest.mark.parametrize(
+    ("waiting", "lengths"),
+    [
+        ([10, 12], [10, 12]),
+        ([10, 16], [10, 14]),
+        ([40, 3], [16, 3]),
+        ([16, 8, 5], [16, 8]),
+        ([16, 16, 16], [16, 8]),
+        ([], []),
+    ],
+)
+def test_a_run_is_cut_in_order_until_it_is_full(waiting: list[int], lengths: list[int]):
+    assert PrefillShape(24, 2, 16).cut(waiting) == lengths
 
 
 @pytest.mark.parametrize(
@@ -90,7 +106,7 @@ def test_prefill_takes_the_shape_with_most_useful_tokens(
         {"mixed_rows": (8,)},
         {"mixed_contexts": (32, 64)},
         {"prefill": ()},
-        {"prefill": (PrefillShape(SEGMENT_SAMPLES + 1, 16),)},
+        {"prefill": (PrefillShape(64, SEGMENT_SAMPLES + 1, 16),)},
     ],
 )
 def test_a_ladder_that_makes_no_sense_is_refused(fields: dict[str, object]):

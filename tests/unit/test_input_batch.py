@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from torchtpu.buckets import Bucket, PrefillShape
+from torchtpu.buckets import NO_PREFILL, Bucket, PrefillShape
 from workers.engine.input_batch import BatchLayout, pack_sampling
 from workers.engine.kv_cache import BlockPool, BlockTable
 from workers.engine.output_processor import BytesDetokenizer, ChoiceOutput
@@ -18,7 +18,7 @@ from workers.protocol import GenerateRequest, SamplingParams
 
 BLOCK_LEN = 4
 TRASH_ROW = 99
-BUCKET = Bucket(rows=3, context=16, prefill=PrefillShape(2, 4))
+BUCKET = Bucket(rows=3, context=16, prefill=PrefillShape(7, 2, 4))
 
 
 def sequence(row: int, tokens: list[int], seed: int = 0, **sampling: object) -> Sequence:
@@ -37,10 +37,7 @@ def unpack(bucket: Bucket, plan: StepPlan) -> dict[str, list[object]]:
     packed = layout.pack(plan)
     assert packed.dtype == np.int32
     assert packed.shape == (layout.size,)
-    return {
-        name: packed[start:end].reshape(layout.shapes[name]).tolist()
-        for name, (start, end) in layout.offsets.items()
-    }
+    return {name: field.tolist() for name, field in layout.fields(packed).items()}
 
 
 def test_every_field_of_a_mixed_step():
@@ -58,21 +55,25 @@ def test_every_field_of_a_mixed_step():
         ],
     )
     assert unpack(BUCKET, plan) == {
-        "row_slots": [5, TRASH_ROW, TRASH_ROW],
-        "row_positions": [8, 0, 0],
+        "newest_rows": [5, TRASH_ROW, TRASH_ROW],
+        # Three rows, two tokens of one prompt, four of the other, one of padding.
+        "positions": [8, 0, 0, 4, 5, 8, 9, 10, 11, 0],
+        "slots": [12, 0, 0, 8, 9, 12, 13, 14, 15, 0],
         "row_blocks": [[1, 2, 3, 0], [0] * 4, [0] * 4],
-        "segment_tokens": [[5, 6, 0, 0], [18, 19, 20, 21]],
-        "segment_starts": [4, 8],
-        "segment_lens": [2, 4],
+        "prompt_tokens": [5, 6, 18, 19, 20, 21, 0],
+        "grid_places": [0, 1, 4, 5, 6, 7, 0],
+        "segment_firsts": [0, 2],
         # The long one holds six blocks, of which this bucket looks at four.
         "segment_blocks": [[1, 2, 0, 0], [1, 2, 3, 4]],
-        "sample_slots": [5, TRASH_ROW, TRASH_ROW, 6] + [TRASH_ROW] * 7,
+        # The decode row itself, and the last token of the prompt that ends.
+        "sample_tokens": [0, 0, 0, 4] + [0] * 7,
+        "sample_rows": [5, TRASH_ROW, TRASH_ROW, 6] + [TRASH_ROW] * 7,
     }
 
 
 def test_an_empty_step_is_all_padding():
     fields = unpack(BUCKET, StepPlan(BUCKET, [], []))
-    assert set(fields.pop("row_slots")) == set(fields.pop("sample_slots")) == {TRASH_ROW}
+    assert set(fields.pop("newest_rows")) == set(fields.pop("sample_rows")) == {TRASH_ROW}
     assert not any(np.any(value) for value in fields.values())
 
 
@@ -80,15 +81,11 @@ def test_an_empty_step_is_all_padding():
 @given(
     rows=st.integers(1, 40),
     blocks=st.integers(1, 40),
-    segments=st.integers(0, 8),
-    segment_len=st.integers(1, 64),
+    shape=st.builds(PrefillShape, st.integers(1, 99), st.integers(1, 8), st.integers(1, 64))
+    | st.just(NO_PREFILL),
 )
-def test_fields_follow_each_other_without_gap(
-    rows: int, blocks: int, segments: int, segment_len: int
-):
-    bucket = Bucket(
-        rows, blocks * BLOCK_LEN, PrefillShape(segments, segment_len if segments else 0)
-    )
+def test_fields_follow_each_other_without_gap(rows: int, blocks: int, shape: PrefillShape):
+    bucket = Bucket(rows, blocks * BLOCK_LEN, shape)
     layout = BatchLayout(bucket, BLOCK_LEN, TRASH_ROW)
     spans = list(layout.offsets.values())
     assert spans[0][0] == 0

@@ -25,7 +25,7 @@ FEWEST_BLOCKS = CONTEXT_LEN // BLOCK_LEN
 LADDER = BucketLadder(
     rows=(2, 4),
     mixed_rows=(4,),
-    prefill=(PrefillShape(2, 4), PrefillShape(1, 8)),
+    prefill=(PrefillShape(6, 2, 4), PrefillShape(12, 3, 8)),
     contexts=(16, CONTEXT_LEN),
     mixed_contexts=(16, CONTEXT_LEN),
 )
@@ -154,6 +154,7 @@ def check_plan(plan: StepPlan) -> None:
     assert len(plan.segments) <= bucket.prefill.segments
     assert bool(plan.segments) == (bucket.prefill != NO_PREFILL)
     assert 0 < plan.num_tokens <= bucket.num_tokens
+    assert sum(segment.length for segment in plan.segments) <= bucket.prefill.tokens
     for row in plan.rows:
         assert row.position < bucket.context
     for segment in plan.segments:

@@ -1,12 +1,13 @@
 """Paged attention over one flat row of tokens, as a function of transformers' attention interface.
 
-    flat row      [ decode rows 0 … R-1 | segment 0, L tokens | segment 1, L tokens | … ]
+    flat row      [ decode rows 0 … R-1 | segment 0 | segment 1 | … | padding ]    R + T tokens
     KV cache      per layer [kv_heads · slots, head_dim], slot = block * block_len + offset;
                   head by head, so that a head's keys of a block are one contiguous piece
 
 A layer first writes the keys and values of all tokens to their slots, then every decode row attends
 over its own blocks, and every segment gathers its blocks once for all of its tokens. So tokens of one
 step see each other: two requests that share a prefix may even compute and read it in the same step.
+Segments lie without gaps in the flat row; only here are they spread over a grid of P lines of L places.
 
 The products are explicit matmuls with a float32 softmax. TorchTPU's own flash attention becomes a
 custom call that XLA:CPU does not have; on a TPU a ragged paged attention kernel takes this place behind
@@ -28,21 +29,26 @@ MASKED = -1e30
 
 @dataclass(frozen=True)
 class StepTensors:
-    """What the attention of one step needs beside q, k and v; R rows, P segments of L tokens, S context."""
+    """What the attention of one step needs beside q, k and v; R rows, T prompt tokens,
+    P segments of at most L of them, S context."""
 
     keys: list[Tensor]
     """Per layer [kv_heads · slots, head_dim]; written in place."""
     values: list[Tensor]
     slots: Tensor
-    """[R + P·L] int64: where each token's key and value go; padding goes to the trash block 0."""
+    """[R + T] int64: where each token's key and value go; padding goes to the trash block 0."""
     row_blocks: Tensor
     """[R, S / block_len] int64."""
     row_positions: Tensor
     """[R, 1] int64: a row sees keys 0 … its own position."""
+    grid_tokens: Tensor
+    """[P, L] int64: the prompt token of each place; any one where a segment has no more."""
+    grid_places: Tensor
+    """[T] int64: the place of each prompt token, p · L + l; 0 for padding."""
+    grid_positions: Tensor
+    """[P, L] int64."""
     segment_blocks: Tensor
     """[P, S / block_len] int64."""
-    segment_positions: Tensor
-    """[P, L] int64."""
     block_len: int
     shared: dict[object, Tensor] = field(default_factory=dict)
     """What layers have in common: traced once a step, not once a layer."""
@@ -113,13 +119,12 @@ def paged_attention(  # noqa: PLR0913 -- transformers' signature
     layer = _Layer(step, keys, values, key.shape[1], scale, sliding_window, softcap, s_aux)
     num_rows = step.row_positions.shape[0]
     flat = query[0].transpose(0, 1)  # [N, heads, dim]
-    parts = [layer.attend(flat[:num_rows, None], step.row_blocks, step.row_positions)]
-    num_segments, segment_len = step.segment_positions.shape
-    if num_segments:
-        segments = flat[num_rows:].reshape(num_segments, segment_len, *flat.shape[1:])
-        parts.append(layer.attend(segments, step.segment_blocks, step.segment_positions))
-    outputs = [part.reshape(-1, *part.shape[2:]) for part in parts]
-    return torch.cat(outputs)[None] if len(outputs) > 1 else outputs[0][None], None
+    outputs = layer.attend(flat[:num_rows, None], step.row_blocks, step.row_positions).flatten(0, 1)
+    if step.grid_tokens.numel():
+        grid = flat[num_rows:][step.grid_tokens]
+        answers = layer.attend(grid, step.segment_blocks, step.grid_positions)
+        outputs = torch.cat([outputs, answers.flatten(0, 1)[step.grid_places]])
+    return outputs[None], None
 
 
 @dataclass(frozen=True)

@@ -1,11 +1,12 @@
 """A step plan as one packed int32 array: one upload a step instead of a dozen.
 
 The same layout packs on the host (numpy) and unpacks inside the traced program (slices at constant
-offsets), so the two cannot drift apart:
+offsets), so the two cannot drift apart. N = R + T tokens make one flat row:
 
-    [ row_slots R | row_positions R | row_blocks R·n | segment_tokens P·L | segment_starts P | … ]
+    flat row   [ R decode rows | segment 0 | segment 1 | … | padding ]      T prompt tokens
+    packed     [ newest_rows R | positions N | slots N | row_blocks R·n | prompt_tokens T | … ]
 
-Padding rows and tokens point at block 0 and at the trash row, which nothing reads.
+Padding points at block 0 and at the trash row, which nothing reads.
 """
 
 from collections.abc import Mapping
@@ -20,6 +21,7 @@ from torchtpu.buckets import Bucket
 from workers.engine.outputs import DecodeRow, PrefillSegment, StepPlan
 
 Shape = tuple[int, ...]
+Fields = Mapping[str, NDArray[np.int32]]
 
 
 @dataclass(frozen=True)
@@ -35,15 +37,22 @@ class BatchLayout:
         rows, prefill = self.bucket.rows, self.bucket.prefill
         blocks = self.bucket.context // self.block_len
         return {
-            "row_slots": (rows,),
-            "row_positions": (rows,),
+            # Which of the newest tokens on the device each decode row takes.
+            "newest_rows": (rows,),
+            "positions": (self.bucket.num_tokens,),
+            # Where each token's key and value go.
+            "slots": (self.bucket.num_tokens,),
             "row_blocks": (rows, blocks),
-            "segment_tokens": (prefill.segments, prefill.segment_len),
-            "segment_starts": (prefill.segments,),
-            "segment_lens": (prefill.segments,),
+            "prompt_tokens": (prefill.tokens,),
+            # Each prompt token's place in the attention grid, segment * segment_len + offset.
+            "grid_places": (prefill.tokens,),
+            # Where each segment begins in the run of prompt tokens.
+            "segment_firsts": (prefill.segments,),
             "segment_blocks": (prefill.segments, blocks),
-            # Where each sampled token goes; only a finished prefill and a decode row have a place.
-            "sample_slots": (self.bucket.num_samples,),
+            # The tokens of the flat row that get logits, and where each sampled token goes; only a
+            # finished prefill and a decode row have a place.
+            "sample_tokens": (self.bucket.num_samples,),
+            "sample_rows": (self.bucket.num_samples,),
         }
 
     @cached_property
@@ -59,43 +68,59 @@ class BatchLayout:
     def size(self) -> int:
         return max(end for _, end in self.offsets.values())
 
-    def pack(self, plan: StepPlan) -> NDArray[np.int32]:
-        """[size] int32."""
-        packed = np.zeros(self.size, np.int32)
-        fields = {
+    def fields(self, packed: NDArray[np.int32]) -> Fields:
+        """Views of `packed` [size], field by field."""
+        return {
             name: packed[start:end].reshape(self.shapes[name])
             for name, (start, end) in self.offsets.items()
         }
-        fields["row_slots"][:] = self.trash_row
-        fields["sample_slots"][:] = self.trash_row
+
+    def pack(self, plan: StepPlan) -> NDArray[np.int32]:
+        """[size] int32."""
+        packed = np.zeros(self.size, np.int32)
+        fields = self.fields(packed)
+        fields["newest_rows"][:] = self.trash_row
+        fields["sample_rows"][:] = self.trash_row
         for index, row in enumerate(plan.rows):
             self._pack_row(fields, index, row)
+        first = 0
         for index, segment in enumerate(plan.segments):
-            self._pack_segment(fields, index, segment)
+            self._pack_segment(fields, index, first, segment)
+            first += segment.length
         return packed
 
-    def _pack_row(
-        self, fields: Mapping[str, NDArray[np.int32]], index: int, row: DecodeRow
-    ) -> None:
+    def _pack_row(self, fields: Fields, index: int, row: DecodeRow) -> None:
         sequence = row.sequence
-        fields["row_slots"][index] = sequence.row
-        fields["row_positions"][index] = row.position
         blocks = sequence.table.blocks
+        fields["newest_rows"][index] = sequence.row
+        fields["positions"][index] = row.position
+        block, offset = divmod(row.position, self.block_len)
+        fields["slots"][index] = blocks[block] * self.block_len + offset
         fields["row_blocks"][index, : len(blocks)] = blocks
-        fields["sample_slots"][index] = sequence.row
+        fields["sample_tokens"][index] = index
+        fields["sample_rows"][index] = sequence.row
 
     def _pack_segment(
-        self, fields: Mapping[str, NDArray[np.int32]], index: int, segment: PrefillSegment
+        self, fields: Fields, index: int, first: int, segment: PrefillSegment
     ) -> None:
-        sequence, end = segment.sequence, segment.start + segment.length
-        fields["segment_tokens"][index, : segment.length] = sequence.token_ids[segment.start : end]
-        fields["segment_starts"][index] = segment.start
-        fields["segment_lens"][index] = segment.length
+        """`first` is its place in the run of prompt tokens."""
+        sequence, rows = segment.sequence, self.bucket.rows
+        start, end, last = segment.start, segment.start + segment.length, first + segment.length
         # A long prompt holds blocks beyond what this bucket looks at.
-        blocks = sequence.table.blocks[: fields["segment_blocks"].shape[1]]
+        blocks = np.asarray(sequence.table.blocks[: fields["segment_blocks"].shape[1]], np.int32)
+        positions = np.arange(start, end, dtype=np.int32)
+        place = index * self.bucket.prefill.segment_len
+        fields["prompt_tokens"][first:last] = sequence.token_ids[start:end]
+        fields["positions"][rows + first : rows + last] = positions
+        fields["slots"][rows + first : rows + last] = (
+            blocks[positions // self.block_len] * self.block_len + positions % self.block_len
+        )
+        fields["grid_places"][first:last] = np.arange(place, place + segment.length)
+        fields["segment_firsts"][index] = first
         fields["segment_blocks"][index, : len(blocks)] = blocks
         if segment.samples:
-            fields["sample_slots"][self.bucket.rows + index] = sequence.row
+            fields["sample_tokens"][rows + index] = rows + last - 1
+            fields["sample_rows"][rows + index] = sequence.row
 
 
 def pack_sampling(plan: StepPlan) -> NDArray[np.int32]:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from torchtpu.buckets import SEGMENT_SAMPLES, Bucket, BucketLadder
+from torchtpu.buckets import Bucket, BucketLadder
 from torchtpu.compiler import CompileCounters, Program, ProgramCompiler
 from torchtpu.device import Device
 from torchtpu.memory import return_freed_memory
@@ -179,7 +179,7 @@ class ModelRunner:
 
     def _sampler_inputs(self, handle: StepHandle, logits: Tensor) -> list[Tensor]:
         layout = self.layout(handle.plan.bucket)
-        start, end = layout.offsets["sample_slots"]
+        start, end = layout.offsets["sample_rows"]
         slots = layout.pack(handle.plan)[start:end]
         params = torch.from_numpy(pack_sampling(handle.plan)).to(self._device)
         return [
@@ -209,9 +209,8 @@ def make_step(
     def step(packed: Tensor, newest: Tensor, *rest: Tensor) -> tuple[Tensor, ...]:
         caches, weights = rest[: 2 * num_layers], rest[2 * num_layers :]
         inputs = _unpack(packed, layout)
-        positions, tensors = _step_tensors(inputs, layout, caches, num_layers)
-        row_tokens = newest[inputs["row_slots"]]
-        tokens = torch.cat([row_tokens, inputs["segment_tokens"].flatten()])
+        tokens = torch.cat([newest[inputs["newest_rows"]], inputs["prompt_tokens"]])
+        tensors = _step_tensors(inputs, layout, caches, num_layers)
         with attention.bound_step(tensors):
             output = torch.func.functional_call(
                 model,
@@ -219,16 +218,16 @@ def make_step(
                 (),
                 {
                     "input_ids": tokens[None].long(),
-                    "position_ids": positions[None],
+                    "position_ids": inputs["positions"][None],
                     "attention_mask": None,
                     "use_cache": False,
-                    "logits_to_keep": _sampled_rows(inputs, layout),
+                    "logits_to_keep": inputs["sample_tokens"],
                 },
                 tie_weights=True,
             )
         logits = output.logits[0]
         greedy = sampling.argmax(logits)
-        newest[inputs["sample_slots"]] = greedy
+        newest[inputs["sample_rows"]] = greedy
         return greedy, logits, newest, *caches
 
     return step
@@ -258,47 +257,24 @@ def _unpack(packed: Tensor, layout: BatchLayout) -> dict[str, Tensor]:
 
 def _step_tensors(
     inputs: dict[str, Tensor], layout: BatchLayout, caches: tuple[Tensor, ...], num_layers: int
-) -> tuple[Tensor, attention.StepTensors]:
-    """Positions [N] of the flat row, and what the attention layers need."""
-    block_len, prefill = layout.block_len, layout.bucket.prefill
-    row_positions, row_blocks = inputs["row_positions"], inputs["row_blocks"]
-    offsets = torch.arange(prefill.segment_len, device=row_positions.device)
-    segment_positions = inputs["segment_starts"][:, None] + offsets
-    is_token = offsets < inputs["segment_lens"][:, None]
-    # The padding of a segment may lie beyond its block table.
-    safe = segment_positions.clamp(max=layout.bucket.context - 1)
-    row_slots = _slots(row_blocks, row_positions[:, None], block_len).flatten()
-    segment_slots = _slots(inputs["segment_blocks"], safe, block_len)
-    segment_slots = torch.where(is_token, segment_slots, 0).flatten()
-    tensors = attention.StepTensors(
+) -> attention.StepTensors:
+    rows, prefill = layout.bucket.rows, layout.bucket.prefill
+    positions = inputs["positions"]
+    # What lies behind a segment's end in its line of the grid is computed and never fetched.
+    ahead = torch.arange(prefill.segment_len, device=positions.device)
+    grid = (inputs["segment_firsts"][:, None] + ahead).clamp(max=max(prefill.tokens - 1, 0))
+    return attention.StepTensors(
         keys=list(caches[:num_layers]),
         values=list(caches[num_layers:]),
-        slots=torch.cat([row_slots, segment_slots]),
-        row_blocks=row_blocks,
-        row_positions=row_positions[:, None],
+        slots=inputs["slots"],
+        row_blocks=inputs["row_blocks"],
+        row_positions=positions[:rows, None],
+        grid_tokens=grid,
+        grid_places=inputs["grid_places"],
+        grid_positions=positions[rows:][grid],
         segment_blocks=inputs["segment_blocks"],
-        segment_positions=safe,
-        block_len=block_len,
+        block_len=layout.block_len,
     )
-    return torch.cat([row_positions, safe.flatten()]), tensors
-
-
-def _slots(blocks: Tensor, positions: Tensor, block_len: int) -> Tensor:
-    """blocks [B, n], positions [B, L] to slots [B, L]."""
-    return blocks.gather(1, positions // block_len) * block_len + positions % block_len
-
-
-def _sampled_rows(inputs: dict[str, Tensor], layout: BatchLayout) -> Tensor:
-    """Indices [num_samples] into the flat row: decode rows, last tokens of segments, spare."""
-    bucket = layout.bucket
-    device = inputs["row_slots"].device
-    rows = torch.arange(bucket.rows, device=device)
-    if not bucket.prefill.segments:
-        return rows
-    first = torch.arange(bucket.prefill.segments, device=device) * bucket.prefill.segment_len
-    last = bucket.rows + first + (inputs["segment_lens"] - 1).clamp(min=0)
-    spare = torch.zeros(SEGMENT_SAMPLES - bucket.prefill.segments, dtype=last.dtype, device=device)
-    return torch.cat([rows, last, spare])
 
 
 def discover_cache_shapes(model: "PreTrainedModel") -> list[CacheShape]:

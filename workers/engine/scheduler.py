@@ -133,8 +133,8 @@ class Scheduler:
             [s.num_to_prefill for s in candidates], self._config.prefill_overhead_tokens
         )
         segments = []
-        for sequence in candidates[: shape.segments]:
-            length = min(sequence.num_to_prefill, shape.segment_len)
+        lengths = shape.cut([s.num_to_prefill for s in candidates])
+        for sequence, length in zip(candidates, lengths, strict=False):
             last = length == sequence.num_to_prefill
             start = sequence.num_computed
             segments.append(PrefillSegment(sequence, sequence.epoch, start, length, samples=last))
