@@ -166,6 +166,17 @@ def test_metrics_count_what_was_answered(shared_gateway: GatewayUnderTest):
         "vllm:time_to_first_token_seconds_bucket",
         "vllm:inter_token_latency_seconds_bucket",
         "vllm:e2e_request_latency_seconds_bucket",
+        "vllm:request_queue_time_seconds_bucket",
+        "vllm:request_prefill_time_seconds_bucket",
+        "vllm:request_decode_time_seconds_bucket",
+        "vllm:prefix_cache_queries_total",
+        "vllm:prefix_cache_hits_total",
+        "vllm:num_preemptions_total",
+        "vllm:cache_config_info",
         'finished_reason="stop"',
     ):
         assert name in text
+    wait_until(
+        lambda: shared_gateway.metric("tpugate_step_device_seconds_total") > 0,
+        "a heartbeat has told of the steps",
+    )

@@ -81,6 +81,9 @@ class _Ledger:
             prompt_tokens=sum(usage.prompt_tokens for usage in self._usages.values()),
             completion_tokens=sum(usage.completion_tokens for usage in self._usages.values()),
             cached_tokens=sum(usage.cached_tokens for usage in self._usages.values()),
+            # Several prompts run side by side.
+            prefill_s=max((usage.prefill_s for usage in self._usages.values()), default=0.0),
+            decode_s=max((usage.decode_s for usage in self._usages.values()), default=0.0),
         )
 
     def succeed(self, reason: str) -> Usage:

@@ -3,10 +3,10 @@
 Label values are ids of models that have a card, never a client's words.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
-from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from gateway.directory import Directory
@@ -17,8 +17,10 @@ CONTENT_TYPE = "text/plain; version=0.0.4"
 """The framework adds the character set."""
 _FIRST_TOKEN_BUCKETS = (0.005, 0.01, 0.02, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
 _BETWEEN_TOKENS_BUCKETS = (0.002, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.2, 0.5, 1, 2.5, 5)
+_PHASE_BUCKETS = (0.005, 0.02, 0.05, 0.1, 0.3, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
 _WHOLE_BUCKETS = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 60, 120, 300, 600)
 _MODEL = ["model_name"]
+_WORKER = [*_MODEL, "worker"]
 
 
 class ModelMetrics:
@@ -31,6 +33,9 @@ class ModelMetrics:
         self._prompt_tokens = metrics.prompt_tokens.labels(model)
         self._generation_tokens = metrics.generation_tokens.labels(model)
         self._whole = metrics.whole.labels(model)
+        self._queue = metrics.queue.labels(model)
+        self._prefill = metrics.prefill.labels(model)
+        self._decode = metrics.decode.labels(model)
         self.first_token = metrics.first_token.labels(model)
         self.between_tokens = metrics.between_tokens.labels(model)
 
@@ -39,6 +44,10 @@ class ModelMetrics:
         self._prompt_tokens.inc(usage.prompt_tokens)
         self._generation_tokens.inc(usage.completion_tokens)
         self._whole.observe(elapsed_s)
+        self._prefill.observe(usage.prefill_s)
+        self._decode.observe(usage.decode_s)
+        # What a worker did not spend on it: no two clocks are compared.
+        self._queue.observe(max(0.0, elapsed_s - usage.prefill_s - usage.decode_s))
 
     def failed(self, code: str) -> None:
         """`code` is one of ours, so the label stays bounded."""
@@ -90,6 +99,11 @@ class Metrics:
             buckets=_WHOLE_BUCKETS,
             registry=registry,
         )
+        self.queue = _phase(
+            registry, "queue", "From the request's arrival to its first step, and delivery"
+        )
+        self.prefill = _phase(registry, "prefill", "From the first step to the first token")
+        self.decode = _phase(registry, "decode", "From the first token to the last")
         self._models: dict[str, ModelMetrics] = {}
         registry.register(_WorkerGauges(dispatcher))
 
@@ -135,14 +149,17 @@ class _WorkerGauges(Collector):
             },
         )
         statuses = directory.statuses.values()
-        for name, text, read in _WORKER_GAUGES:
-            family = GaugeMetricFamily(name, text, labels=[*_MODEL, "worker"])
-            for status in statuses:
-                family.add_metric([status.model, status.worker_id], read(status))
-            yield family
+        for kind, rows in ((GaugeMetricFamily, _WORKER_GAUGES), (CounterMetricFamily, _COUNTERS)):
+            for name, text, read in rows:
+                family = kind(name, text, labels=_WORKER)
+                for status in statuses:
+                    family.add_metric([status.model, status.worker_id], read(status))
+                yield family
+        yield _cache_config(statuses)
 
 
-_WORKER_GAUGES: tuple[tuple[str, str, Callable[[WorkerStatus], float]], ...] = (
+_Rows = tuple[tuple[str, str, Callable[[WorkerStatus], float]], ...]
+_WORKER_GAUGES: _Rows = (
     ("vllm:num_requests_running", "Choices in the running batch", lambda s: s.num_running),
     ("vllm:kv_cache_usage_perc", "Share of KV blocks in use, 0 to 1", lambda s: s.kv_usage),
     (
@@ -153,6 +170,51 @@ _WORKER_GAUGES: tuple[tuple[str, str, Callable[[WorkerStatus], float]], ...] = (
     ("tpugate_ready_buckets", "Compiled shapes", lambda s: s.num_ready_buckets),
     ("tpugate_padding_ratio", "Padded rows over computed rows, 0 to 1", lambda s: s.padding_ratio),
 )
+_COUNTERS: _Rows = (
+    (
+        "vllm:prefix_cache_queries",
+        "Prompt tokens looked up in the prefix cache",
+        lambda s: s.num_prefix_queries,
+    ),
+    (
+        "vllm:prefix_cache_hits",
+        "Prompt tokens found in the prefix cache",
+        lambda s: s.num_prefix_hits,
+    ),
+    (
+        "vllm:num_preemptions",
+        "Choices that gave their KV blocks back and started again",
+        lambda s: s.num_preemptions,
+    ),
+    ("tpugate_steps", "Engine steps", lambda s: s.steps),
+    (
+        "tpugate_step_host_seconds",
+        "Host work of steps, waiting for the device aside",
+        lambda s: s.host_seconds,
+    ),
+    ("tpugate_step_device_seconds", "Time that steps had the device", lambda s: s.device_seconds),
+)
+
+
+def _phase(registry: CollectorRegistry, name: str, text: str) -> Histogram:
+    return Histogram(
+        f"vllm:request_{name}_time_seconds",
+        text,
+        _MODEL,
+        buckets=_PHASE_BUCKETS,
+        registry=registry,
+    )
+
+
+def _cache_config(statuses: Iterable[WorkerStatus]) -> GaugeMetricFamily:
+    """Block size and number as labels, which is how autoscalers and routers read them."""
+    labels = [*_WORKER, "block_size", "num_gpu_blocks"]
+    family = GaugeMetricFamily("vllm:cache_config_info", "Shape of the KV cache", labels=labels)
+    for status in statuses:
+        if status.num_blocks:
+            sizes = [str(status.block_len), str(status.num_blocks)]
+            family.add_metric([status.model, status.worker_id, *sizes], 1)
+    return family
 
 
 def _of(directory: Directory, model: str) -> list[WorkerStatus]:
