@@ -62,6 +62,11 @@ def worker_options(command: F) -> F:
 )
 @worker_options
 @click.option("--worker-id", metavar="ID", help="Unique name of this process (default: made up).")
+@click.option(
+    "--profile",
+    metavar="DIR|FILE.json",
+    help="Write a trace of every step, for ui.perfetto.dev (default: none).",
+)
 @click.option("--log-level", metavar="LEVEL", help="DEBUG, INFO (the default), WARNING or ERROR.")
 def worker(**flags: str | None) -> None:
     """Run one worker process: it claims a model's requests from Redis and answers them."""
@@ -70,7 +75,6 @@ def worker(**flags: str | None) -> None:
     from workers.process import run_process
 
     try:
-        config = load_config(flags)
+        run_process(load_config(flags))
     except ConfigError as error:
         raise SettingError(str(error)) from error
-    run_process(config)

@@ -8,8 +8,7 @@ from workers.process import run_process
 
 if __name__ == "__main__":
     try:
-        config = load_config({})
+        run_process(load_config({}))
     except ConfigError as error:
         sys.stderr.write(f"Error: {error}\n")
         sys.exit(2)
-    run_process(config)

@@ -54,6 +54,8 @@ class WorkerConfig:
     """Length of a step of the scripted engine."""
     compile_cache_dir: Path | None = None
     """Where compiled programs are kept; with the device layer's caches if not given."""
+    profile: Path | None = None
+    """A folder, or a .json file, that takes a trace of every step."""
     log_level: str = "INFO"
 
 
@@ -167,7 +169,7 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     "log_level": ("DEBUG", "INFO", "WARNING", "ERROR"),
 }
 _PARSERS: dict[str, Any] = {
-    "compile_cache_dir": _path,
+    **dict.fromkeys(("compile_cache_dir", "profile"), _path),
     **dict.fromkeys(_CHOICES, _choice),
     **dict.fromkeys(("max_rows", "num_blocks", "block_len", "context_len"), _count),
     **dict.fromkeys(("drain_timeout_s", "step_delay_s"), _seconds),

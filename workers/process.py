@@ -10,17 +10,23 @@ import uvloop
 from workers.config import SCRIPTED_ROWS, WorkerConfig
 from workers.engine.interface import EngineFactory, LoadedEngine, Progress
 from workers.engine.scripted import CONTEXT_LEN, ScriptedEngine, build_scripted
+from workers.engine.step_log import StepSink
 from workers.service import run_worker
+from workers.trace_file import open_trace
 
 LOG_FORMAT = "%(asctime)s %(name)s %(levelname)s %(message)s"
 
 
 def run_process(config: WorkerConfig) -> NoReturn:
-    """Run a worker until it stops, then end the process with its exit code."""
+    """Run a worker until it stops, then end the process with its exit code.
+
+    Raises `ConfigError` if its profile cannot be written; nothing has been started then.
+    """
     logging.basicConfig(
         format=LOG_FORMAT, datefmt="%H:%M:%S", level=config.log_level, stream=sys.stderr
     )
-    code = uvloop.run(run_worker(config, engine_factory(config)))
+    sink = _step_sink(config)
+    code = uvloop.run(run_worker(config, engine_factory(config, sink)))
     logging.shutdown()
     sys.stdout.flush()
     sys.stderr.flush()
@@ -28,27 +34,35 @@ def run_process(config: WorkerConfig) -> NoReturn:
     os._exit(code)
 
 
-def engine_factory(config: WorkerConfig) -> EngineFactory:
+def engine_factory(config: WorkerConfig, sink: StepSink | None = None) -> EngineFactory:
     """The scripted engine or a model's; only the latter loads torch, and only when it is called."""
-    return _scripted_factory(config) if config.engine == "fake" else _model_factory(config)
+    factory = _scripted_factory if config.engine == "fake" else _model_factory
+    return factory(config, sink)
 
 
-def _scripted_factory(config: WorkerConfig) -> EngineFactory:
+def _step_sink(config: WorkerConfig) -> StepSink | None:
+    if config.profile is None:
+        return None
+    return open_trace(config.profile, config.served_name, config.worker_id)
+
+
+def _scripted_factory(config: WorkerConfig, sink: StepSink | None) -> EngineFactory:
     def build(progress: Progress) -> LoadedEngine:
         engine = ScriptedEngine(
             capacity=config.max_rows or SCRIPTED_ROWS,
             context_len=config.context_len or CONTEXT_LEN,
             step_delay_s=config.step_delay_s,
+            sink=sink,
         )
         return build_scripted(config.served_name, engine, progress)
 
     return build
 
 
-def _model_factory(config: WorkerConfig) -> EngineFactory:
+def _model_factory(config: WorkerConfig, sink: StepSink | None) -> EngineFactory:
     def build(progress: Progress) -> LoadedEngine:
         from workers.engine.build import EngineConfig, build_engine
 
-        return build_engine(EngineConfig.from_worker(config), progress)
+        return build_engine(EngineConfig.from_worker(config), progress, sink)
 
     return build

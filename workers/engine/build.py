@@ -47,6 +47,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from workers.engine.model_runner import ModelRunner
+    from workers.engine.step_log import StepSink
 
 log = logging.getLogger(__name__)
 
@@ -103,8 +104,10 @@ class EngineConfig:
         )
 
 
-def build_engine(config: EngineConfig, progress: Progress) -> LoadedEngine:
-    """Bring the device up, load the weights, compile every bucket.
+def build_engine(
+    config: EngineConfig, progress: Progress, sink: "StepSink | None" = None
+) -> LoadedEngine:
+    """Bring the device up, load the weights, compile every bucket; `sink` gets a record of each step.
 
     Progress: fetching the model 0 to 0.1, weights to 0.2, programs to 1. Raises `LoadError`, or
     `HopelessLoadError` if another try would end the same.
@@ -113,7 +116,7 @@ def build_engine(config: EngineConfig, progress: Progress) -> LoadedEngine:
         progress("starting the device", 0.0)
         device = bring_up(config.device)
         local = resolve(config.model, ModelSettings.from_environment(), _scaled(progress, 0, 0.1))
-        return _Builder(config, device, local, progress).build()
+        return _Builder(config, device, local, progress).build(sink)
     except HOPELESS as error:
         raise HopelessLoadError(str(error)) from error
     except (ModelError, TorchTpuError) as error:
@@ -140,7 +143,7 @@ class _Builder:
                     "choose a --block-len that does, such as 16"
                 )
 
-    def build(self) -> LoadedEngine:
+    def build(self, sink: "StepSink | None") -> LoadedEngine:
         from tokenizers import Tokenizer
 
         from workers.engine.engine import EngineParts, ModelEngine
@@ -158,6 +161,7 @@ class _Builder:
             block_len=self._config.block_len,
             context_len=self._context_len,
             eos_token_ids=self._info.eos_token_ids,
+            step_sink=sink,
         )
         self._progress("warming up", 0.2)
         runner.warm_up(self._warm_up_progress)

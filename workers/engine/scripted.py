@@ -12,6 +12,7 @@ import os
 import time
 import zlib
 from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import msgspec
@@ -22,6 +23,7 @@ from tokenizers.pre_tokenizers import ByteLevel
 
 from workers.engine.interface import EngineStats, LoadedEngine, Progress
 from workers.engine.output_processor import BytesDetokenizer, ChoiceOutput, Emission
+from workers.engine.step_log import EngineLoad, StepLog, StepMember, StepSink, StepWork
 from workers.errors import RequestError
 from workers.protocol import FinishReason, GenerateRequest, ModelCard, OutputDelta, Usage
 
@@ -49,9 +51,10 @@ class _Choice:
 
 
 class _Run:
-    """A request that has its rows."""
+    """A request, waiting or running."""
 
-    def __init__(self, request: GenerateRequest, context_len: int) -> None:
+    def __init__(self, request: GenerateRequest, context_len: int, arrived_s: float) -> None:
+        self.arrived_s = self.started_s = arrived_s
         self.request = request
         self.script = request.script or ()
         self.seq = 0
@@ -67,6 +70,23 @@ class _Run:
     @property
     def is_held(self) -> bool:
         return all(choice.is_held for choice in self.choices)
+
+    def members(self) -> Iterable[StepMember]:
+        """What the next `advance` does, as a model would do it: first all of the prompt."""
+        prompt_len = len(self.request.prompt_token_ids)
+        for choice in self.choices:
+            if choice.is_held:
+                continue
+            at = choice.output.num_tokens
+            yield StepMember(
+                request_id=self.request.request_id,
+                choice=choice.index,
+                phase="decode" if at else "prefill",
+                num_tokens=1 if at else prompt_len,
+                context_len=prompt_len + at - 1 if at else 0,
+                is_kept=at < len(self.script) and self.script[at] not in FAULTS,
+                arrived_s=self.arrived_s,
+            )
 
     def advance(self) -> list[OutputDelta]:
         """One token for each unfinished choice."""
@@ -119,6 +139,7 @@ class _Run:
                 usage = Usage(
                     prompt_tokens=len(self.request.prompt_token_ids),
                     completion_tokens=self.num_tokens,
+                    decode_s=time.monotonic() - self.started_s,
                 )
         return OutputDelta(
             request_id=self.request.request_id,
@@ -137,12 +158,17 @@ class ScriptedEngine:
     """First come, first served; each running choice takes one of `capacity` rows."""
 
     def __init__(
-        self, capacity: int = CAPACITY, context_len: int = CONTEXT_LEN, step_delay_s: float = 0.0
+        self,
+        capacity: int = CAPACITY,
+        context_len: int = CONTEXT_LEN,
+        step_delay_s: float = 0.0,
+        sink: StepSink | None = None,
     ) -> None:
         self._capacity = capacity
         self._context_len = context_len
         self._step_delay_s = step_delay_s
-        self._waiting: deque[GenerateRequest] = deque()
+        self._log = StepLog(sink)
+        self._waiting: deque[_Run] = deque()
         self._running: dict[str, _Run] = {}
         self._num_rows = 0
         self._steps = 0
@@ -167,45 +193,53 @@ class ScriptedEngine:
                 f"The prompt has {len(request.prompt_token_ids)} tokens; "
                 f"the context of this model is {self._context_len}."
             )
-        self._waiting.append(request)
+        if not self._waiting and not self._running:
+            self._log.resident()
+        self._waiting.append(_Run(request, self._context_len, self._log.now()))
 
     def abort(self, request_id: str) -> list[OutputDelta]:
         run = self._running.get(request_id)
         if run is not None:
-            deltas = run.end(FinishReason.ABORT)
+            deltas = self._note_ends(run.end(FinishReason.ABORT))
             self._leave(request_id, len(deltas))
             return deltas
-        for request in self._waiting:
-            if request.request_id == request_id:
-                self._waiting.remove(request)
-                return _Run(request, self._context_len).end(FinishReason.ABORT)
+        for run in self._waiting:
+            if run.request.request_id == request_id:
+                self._waiting.remove(run)
+                return self._note_ends(run.end(FinishReason.ABORT))
         return []
 
     def has_work(self) -> bool:
         return self._can_start() or any(not run.is_held for run in self._running.values())
 
     def step(self) -> list[OutputDelta]:
-        if self._step_delay_s:
-            time.sleep(self._step_delay_s)
+        self._log.begin()
         while self._can_start():
             self._start(self._waiting.popleft())
+        self._log.scheduled(self._describe)
+        self._log.launched()
+        if self._step_delay_s:
+            time.sleep(self._step_delay_s)
+        self._log.collected()
         deltas: list[OutputDelta] = []
         for run in tuple(self._running.values()):
             before = len(run.choices)
-            new = run.advance()
+            new = self._note_ends(run.advance())
             self._generation_tokens += sum(delta.num_tokens for delta in new)
             deltas += new
             if len(run.choices) < before:
                 self._leave(run.request.request_id, before - len(run.choices))
         self._steps += 1
+        self._log.emitted(self._load)
         return deltas
 
     def fail_all(self, error: str) -> list[OutputDelta]:
-        runs = [*self._running.values(), *(_Run(r, self._context_len) for r in self._waiting)]
+        runs = [*self._running.values(), *self._waiting]
         self._waiting.clear()
         self._running.clear()
         self._num_rows = 0
-        return [delta for run in runs for delta in run.end(FinishReason.ERROR, error)]
+        ends = [delta for run in runs for delta in run.end(FinishReason.ERROR, error)]
+        return self._note_ends(ends)
 
     def stats(self) -> EngineStats:
         return EngineStats(
@@ -215,15 +249,39 @@ class ScriptedEngine:
             steps=self._steps,
             prompt_tokens=self._prompt_tokens,
             generation_tokens=self._generation_tokens,
+            host_seconds=self._log.host_s,
+            device_seconds=self._log.device_s,
         )
 
     def _can_start(self) -> bool:
-        return bool(self._waiting) and self._num_rows + self._waiting[0].n <= self._capacity
+        if not self._waiting:
+            return False
+        return self._num_rows + self._waiting[0].request.n <= self._capacity
 
-    def _start(self, request: GenerateRequest) -> None:
-        self._running[request.request_id] = _Run(request, self._context_len)
+    def _start(self, run: _Run) -> None:
+        request, run.started_s = run.request, self._log.now()
+        self._running[request.request_id] = run
         self._num_rows += request.n
-        self._prompt_tokens += len(request.prompt_token_ids)
+        self._prompt_tokens += request.n * len(request.prompt_token_ids)
+
+    def _note_ends(self, deltas: list[OutputDelta]) -> list[OutputDelta]:
+        for delta in deltas:
+            if delta.finish_reason is not None:
+                self._log.ended(delta.request_id, delta.choice, delta.finish_reason)
+        return deltas
+
+    def _describe(self) -> StepWork:
+        members = tuple(member for run in self._running.values() for member in run.members())
+        return StepWork(
+            bucket="script", rows=self._capacity, num_padded=0, draw="greedy", members=members
+        )
+
+    def _load(self) -> EngineLoad:
+        return EngineLoad(
+            num_running=len(self._running),
+            num_waiting=len(self._waiting),
+            kv_usage=self._num_rows / self._capacity,
+        )
 
     def _leave(self, request_id: str, num_choices: int) -> None:
         self._num_rows -= num_choices
