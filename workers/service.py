@@ -23,7 +23,7 @@ import msgspec
 from workers.claims import Claim, Claims, Entry
 from workers.config import WorkerConfig, sentence
 from workers.consumer import AbortFeed, RequestQueue
-from workers.engine.interface import EngineFactory, LoadedEngine
+from workers.engine.interface import EXPIRED, EngineFactory, LoadedEngine
 from workers.engine_thread import ENGINE_FAILED, EngineThread, terminal
 from workers.gateway_watch import GatewayWatch
 from workers.heartbeat import Heartbeat
@@ -52,7 +52,6 @@ FAILED, HOPELESS = 1, 2
 """Exit codes."""
 WARMING_WORDS = ("compil", "warm")
 """A progress phrase that begins so means that the weights are there."""
-EXPIRED = "The request waited past its deadline and was not started."
 GIVEN_UP = "The request was given up after several workers failed while running it."
 SHUTTING_DOWN = "The worker shut down before the request was finished."
 

@@ -6,7 +6,7 @@ another token than `continuation`, which knows the text alone.
 """
 
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -57,6 +57,8 @@ class ToyRunner:
         self.lose_next: str | None = None
         """`dispatch` or `collect`: where the next step fails."""
         self.plans: list[StepPlan] = []
+        self.watch: Callable[[StepPlan], None] = lambda plan: None
+        """Sees each plan before it runs."""
         self.reset_cache()
 
     @property
@@ -72,6 +74,7 @@ class ToyRunner:
 
     def dispatch(self, plan: StepPlan) -> ToyHandle:
         self.plans.append(plan)
+        self.watch(plan)
         lost, self.lose_next = self.lose_next, None
         if lost:
             self._cache[:] = self._newest[:] = -1

@@ -9,6 +9,7 @@ import pytest
 
 from tests.fakes.processes import WorkerUnderTest
 from tests.fakes.wire import GatewayPeer, wait_until
+from workers.engine.interface import EXPIRED
 from workers.engine.scripted import FAIL, HANG
 from workers.engine_thread import terminal
 from workers.protocol import (
@@ -22,7 +23,7 @@ from workers.protocol import (
     requests_stream,
     worker_key,
 )
-from workers.service import EXPIRED, GIVEN_UP
+from workers.service import GIVEN_UP
 
 Start = Callable[..., WorkerUnderTest]
 WORDS = [b"one ", b"two ", b"three"]

@@ -7,14 +7,15 @@ run one row too many; that row's result is dropped.
 
 import logging
 import secrets
-from collections.abc import Iterable
+import time
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
 
 from tokenizers import Tokenizer
 
-from workers.engine.interface import EngineStats
-from workers.engine.kv_cache import BlockPool, BlockTable
+from workers.engine.interface import EXPIRED, EngineStats
+from workers.engine.kv_cache import BlockPool, BlockTable, salt_of
 from workers.engine.model_runner import ModelRunner, StepHandle
 from workers.engine.output_processor import ChoiceOutput, Emission, TokenizerDetokenizer
 from workers.engine.outputs import DecodeRow, PrefillSegment, StepPlan, is_current
@@ -46,6 +47,13 @@ class EngineParts:
     eos_token_ids: frozenset[int]
     step_sink: StepSink | None = None
     """Takes a record of each step."""
+    clock: Callable[[], float] = time.time
+    """Unix time, by which deadlines pass."""
+
+    @property
+    def num_tokens(self) -> int:
+        """What the KV cache holds."""
+        return (self.pool.num_blocks - 1) * self.block_len
 
 
 @dataclass
@@ -111,6 +119,12 @@ class ModelEngine:
             raise RequestError(
                 f"The prompt has {prompt_len} tokens, the model's context {self._parts.context_len}."
             )
+        num_tokens = prompt_len + min(request.sampling.max_tokens, room)
+        if num_tokens > self._parts.num_tokens:
+            raise RequestError(
+                f"The prompt and max_tokens are {num_tokens} tokens together, the model's KV cache "
+                f"holds {self._parts.num_tokens}."
+            )
         given = request.sampling.seed
         base = secrets.randbits(32) if given is None else fold_seed(given)
         sequences = [
@@ -142,19 +156,19 @@ class ModelEngine:
 
     def step(self) -> list[OutputDelta]:
         self._log.begin()
+        deltas = self._expire()
         plan = self._scheduler.schedule()
         try:
             dispatched = self._dispatch(plan) if plan else None
             tokens = self._in_flight.collect() if self._in_flight else []
         except RuntimeError:
             self._recover()
-            return []
-        deltas: list[OutputDelta] = []
+            return deltas
         if self._in_flight:
             # Only a collected step is known to be good: a dispatch may fail later, on the device.
             self._num_failed_steps = 0
             self._log.collected()
-            deltas = self._emit(self._in_flight.plan, tokens)
+            deltas += self._emit(self._in_flight.plan, tokens)
             self._log.emitted(self._load)
         self._in_flight = dispatched
         if not self.has_work():
@@ -182,6 +196,16 @@ class ModelEngine:
             block_len=self._parts.block_len,
             num_blocks=self._parts.pool.num_blocks - 1,
         )
+
+    def _expire(self) -> list[OutputDelta]:
+        """End requests whose deadline has passed before any choice of them has started."""
+        now_s = self._parts.clock()
+        late = [s for s in self._scheduler.waiting if 0 < s.request.deadline_s < now_s]
+        deltas: list[OutputDelta] = []
+        for request_id in dict.fromkeys(s.request.request_id for s in late):
+            if not any(s.has_started for s in self._residents[request_id].sequences):
+                deltas += self._end(request_id, Emission("", FinishReason.ERROR), EXPIRED)
+        return deltas
 
     def _dispatch(self, plan: StepPlan) -> StepHandle:
         self._log.scheduled(partial(describe, plan))
@@ -212,7 +236,7 @@ class ModelEngine:
             choice=choice,
             seed=seed,
             output=ChoiceOutput(request.sampling, detokenizer, parts.eos_token_ids, max_tokens),
-            table=BlockTable(parts.pool, parts.block_len),
+            table=BlockTable(parts.pool, parts.block_len, salt_of(request.cache_salt)),
             token_ids=list(request.prompt_token_ids),
             arrival=self._num_arrivals,
             arrived_s=self._log.now(),

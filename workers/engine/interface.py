@@ -9,6 +9,8 @@ from workers.protocol import GenerateRequest, ModelCard, OutputDelta
 Progress = Callable[[str, float], None]
 """`progress(what, share)`: a short phrase and 0 … 1; called from the loading thread."""
 
+EXPIRED = "The request waited past its deadline and was not started."
+
 
 @dataclass(frozen=True)
 class EngineStats:
@@ -48,7 +50,10 @@ class Engine(Protocol):
         ...
 
     def add(self, request: GenerateRequest) -> None:
-        """Take a request in; it starts at a later step. Raises `workers.errors.RequestError` if it can never run."""
+        """Take a request in; it starts at a later step, or ends with `EXPIRED` if its deadline passes first.
+
+        Raises `workers.errors.RequestError` if it can never run.
+        """
         ...
 
     def abort(self, request_id: str) -> list[OutputDelta]:

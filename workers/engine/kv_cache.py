@@ -20,6 +20,11 @@ from collections.abc import Sequence as Tokens
 BlockHash = bytes
 
 
+def salt_of(tenant: str) -> BlockHash:
+    """What the first block of a tenant's texts is named after: equal texts of others have other names."""
+    return hashlib.blake2b(tenant.encode(), digest_size=16).digest()
+
+
 def hash_block(parent: BlockHash, tokens: Tokens[int]) -> BlockHash:
     """The name of a full block after `parent` (the salt of the tenant for the first block)."""
     return hashlib.blake2b(array("q", tokens).tobytes(), key=parent, digest_size=16).digest()
@@ -117,17 +122,26 @@ class BlockTable:
         At least one token is left to compute, because the last one's logits are needed.
         """
         assert not self.blocks, "a prefix is matched before anything else"
-        parent = self._salt
-        for end in range(self._block_len, len(tokens), self._block_len):
-            name = hash_block(parent, tokens[end - self._block_len : end])
-            block = self._pool.find(name)
-            if block is None:
+        return self.catch_up(tokens, 0)
+
+    def catch_up(self, tokens: Tokens[int], num_computed: int) -> int:
+        """Take over the blocks that others have computed since `match`; gives the new `num_computed`.
+
+        So sequences that begin alike share their blocks even if they start in the same step.
+        """
+        while num_computed == len(self._hashes) * self._block_len:
+            found = self._next_cached(tokens)
+            if found is None:
                 break
+            name, block = found
             self._pool.hold(block)
-            self.blocks.append(block)
+            index = len(self._hashes)
+            for own in self.blocks[index : index + 1]:
+                self._pool.release(own)
+            self.blocks[index : index + 1] = [block]
             self._hashes.append(name)
-            parent = name
-        return len(self.blocks) * self._block_len
+            num_computed += self._block_len
+        return num_computed
 
     def num_missing(self, num_tokens: int) -> int:
         """Blocks to allocate before `num_tokens` tokens have room."""
@@ -146,9 +160,7 @@ class BlockTable:
         """
         full = min(num_computed, len(tokens)) // self._block_len
         for index in range(len(self._hashes), full):
-            parent = self._hashes[-1] if self._hashes else self._salt
-            start = index * self._block_len
-            name = hash_block(parent, tokens[start : start + self._block_len])
+            name = self._next_name(tokens)
             self._hashes.append(name)
             self._pool.name(self.blocks[index], name)
 
@@ -158,3 +170,17 @@ class BlockTable:
             self._pool.release(block)
         self.blocks.clear()
         self._hashes.clear()
+
+    def _next_name(self, tokens: Tokens[int]) -> BlockHash:
+        """Of the first block that has none yet."""
+        parent = self._hashes[-1] if self._hashes else self._salt
+        start = len(self._hashes) * self._block_len
+        return hash_block(parent, tokens[start : start + self._block_len])
+
+    def _next_cached(self, tokens: Tokens[int]) -> tuple[BlockHash, int] | None:
+        """Name and block that hold the next full block of `tokens`, unless it holds their last one."""
+        if (len(self._hashes) + 1) * self._block_len >= len(tokens):
+            return None
+        name = self._next_name(tokens)
+        block = self._pool.find(name)
+        return None if block is None else (name, block)

@@ -1,5 +1,6 @@
 """One choice of a request on its way through the engine."""
 
+import sys
 from dataclasses import dataclass
 from enum import Enum, auto
 
@@ -7,6 +8,8 @@ from workers.engine.kv_cache import BlockTable
 from workers.engine.output_processor import ChoiceOutput
 from workers.protocol import GenerateRequest
 
+NOT_STARTED = sys.maxsize
+"""The turn of a sequence that has never run."""
 _HIGH_BITS = 0x9E3779B1
 """Odd, so that every change of a seed's high half changes the folded one."""
 
@@ -42,7 +45,9 @@ class Sequence:
     table: BlockTable
     token_ids: list[int]
     arrival: int
-    """Order of arrival in this engine; it breaks ties of priority."""
+    """Order of arrival in this engine."""
+    turn: int = NOT_STARTED
+    """Order of the first start in this engine; it breaks ties of priority."""
     status: Status = Status.WAITING
     row: int = -1
     """Index of its newest token on the device while RUNNING."""
@@ -60,9 +65,14 @@ class Sequence:
         assert self.token_ids, "a sequence has at least one token"
 
     @property
+    def has_started(self) -> bool:
+        """Whether it runs or was preempted."""
+        return self.turn != NOT_STARTED
+
+    @property
     def order(self) -> tuple[int, int]:
-        """Who is served first, and preempted last: low priority numbers, then early arrivals."""
-        return self.request.priority, self.arrival
+        """Who is served first, and preempted last: low priority numbers, then early starts."""
+        return self.request.priority, self.turn
 
     @property
     def total_len(self) -> int:

@@ -1,16 +1,21 @@
 """Who computes what in the next step. Plain Python; the device is not known here.
 
 Each step takes one token of every decoding sequence, and beside them prefill segments of sequences that
-are not decoding yet, in order of priority and arrival. A sequence starts when a row is free and its
-tokens have room in the KV cache. If a decoding sequence needs a block and none is free, the last one in
-order is preempted: it gives its blocks back and computes its tokens again later. The first in order is
-never preempted for another, so the engine always moves on.
+are not decoding yet, in order of priority and start. A sequence starts when its turn has come
+(`fair_queue`), a row is free and its tokens have room in the KV cache. The room is reserved then, but
+blocks are taken as the prefill gets there: until then another sequence may compute the same ones.
+
+If a decoding sequence needs a block and none is free, the last one in order is preempted: it gives its
+blocks back and computes its tokens again later. The first in order is never preempted for another, and
+a request that the whole cache could not hold is refused at once, so the engine always moves on.
 """
 
 import bisect
+import sys
 from dataclasses import dataclass
 
 from torchtpu.buckets import NO_PREFILL, BucketLadder, PrefillShape
+from workers.engine.fair_queue import FairQueue
 from workers.engine.kv_cache import BlockPool
 from workers.engine.outputs import DecodeRow, PrefillSegment, StepPlan
 from workers.engine.request import Sequence, Status
@@ -21,6 +26,15 @@ class SchedulerConfig:
     ladder: BucketLadder
     prefill_overhead_tokens: int = 64
     """What a step costs beside its prefill tokens, in tokens: weighs few against many segments."""
+    max_step_tokens: int | None = None
+    """The most tokens of a step, decode rows and prefill together; None is what the ladder holds."""
+
+    def __post_init__(self) -> None:
+        if self.max_step_tokens is not None and self.max_step_tokens <= self.ladder.max_rows:
+            raise ValueError(
+                f"a step of {self.max_step_tokens} tokens has no room for {self.ladder.max_rows} "
+                "rows and a token of a prompt"
+            )
 
 
 class Scheduler:
@@ -31,7 +45,8 @@ class Scheduler:
         self._pool = pool
         self._free_rows = list(reversed(range(config.ladder.max_rows)))
         self._max_segments = max(shape.segments for shape in config.ladder.prefill)
-        self.waiting: list[Sequence] = []
+        self._num_started = 0
+        self.waiting = FairQueue()
         self.running: list[Sequence] = []
         self.num_preemptions = 0
 
@@ -39,14 +54,14 @@ class Scheduler:
         return bool(self.waiting or self.running)
 
     def add(self, sequence: Sequence) -> None:
-        bisect.insort(self.waiting, sequence, key=lambda s: s.order)
+        self.waiting.add(sequence)
 
     def remove(self, sequence: Sequence) -> None:
         """Finish or abort: its row and blocks are free for the next step."""
         if sequence.status is Status.RUNNING:
             self._give_back(sequence)
             self.running.remove(sequence)
-        elif sequence in self.waiting:
+        elif sequence.status is not Status.FINISHED:
             self.waiting.remove(sequence)
         sequence.status = Status.FINISHED
 
@@ -57,8 +72,7 @@ class Scheduler:
         """
         rows = self._decode_rows()
         self._admit()
-        candidates = [s for s in self.running if s.num_to_prefill][: self._max_segments]
-        segments, shape = self._prefill_segments(candidates)
+        segments, shape = self._prefill_segments(len(rows))
         if not rows and not segments:
             return None
         reach = [row.position + 1 for row in rows] + [s.start + s.length for s in segments]
@@ -82,6 +96,12 @@ class Scheduler:
         assert rows == list(range(self._config.ladder.max_rows)), "rows are lost"
         assert all(not s.table.blocks for s in self.waiting), "a waiting sequence holds blocks"
 
+    @property
+    def _num_free(self) -> int:
+        """Free blocks that no running sequence's prompt is going to need."""
+        reserved = sum(s.table.num_missing(s.start_len) for s in self.running if not s.is_decoding)
+        return self._pool.num_free - reserved
+
     def _decode_rows(self) -> list[DecodeRow]:
         rows: list[DecodeRow] = []
         for sequence in list(self.running):
@@ -92,11 +112,13 @@ class Scheduler:
             rows.append(DecodeRow(sequence, sequence.epoch, sequence.num_computed))
             sequence.num_computed += 1
             sequence.num_in_flight += 1
+            self.waiting.charge(sequence.request.fair_key, 1)
         return rows
 
     def _make_room(self, sequence: Sequence) -> bool:
         """Room for one more token, taken from the last in order if need be; False if that is itself."""
-        while sequence.table.num_missing(sequence.num_computed + 1) > self._pool.num_free:
+        missing = sequence.table.num_missing(sequence.num_computed + 1)
+        while missing and self._num_free < missing:
             victim = self.running[-1]
             self._preempt(victim)
             if victim is sequence:
@@ -107,41 +129,69 @@ class Scheduler:
     def _admit(self) -> None:
         """Start waiting sequences while rows and blocks last; never more than one step can begin."""
         pending = sum(1 for s in self.running if s.num_to_prefill)
-        while self.waiting and self._free_rows and pending < self._max_segments:
-            sequence = self.waiting[0]
+        while self._free_rows and pending < self._max_segments:
+            sequence = self.waiting.first()
+            if sequence is None:
+                return
             cached = sequence.table.match(sequence.token_ids)
-            if sequence.table.num_missing(len(sequence.token_ids) + 1) > self._pool.num_free:
+            if sequence.table.num_missing(len(sequence.token_ids) + 1) > self._num_free:
                 sequence.table.clear()
                 return
-            sequence.table.grow(len(sequence.token_ids))
-            del self.waiting[0]
-            sequence.status = Status.RUNNING
-            sequence.row = self._free_rows.pop()
-            sequence.start_len = len(sequence.token_ids)
-            sequence.num_computed = cached
-            if sequence.epoch == 0:
-                sequence.num_cached = cached
-            bisect.insort(self.running, sequence, key=lambda s: s.order)
+            self.waiting.remove(sequence)
+            self._start(sequence, cached)
             pending += 1
 
-    def _prefill_segments(
-        self, candidates: list[Sequence]
-    ) -> tuple[list[PrefillSegment], PrefillShape]:
-        if not candidates:
+    def _start(self, sequence: Sequence, cached: int) -> None:
+        sequence.start_len = len(sequence.token_ids)
+        sequence.num_computed = cached
+        if not sequence.has_started:
+            self._num_started += 1
+            sequence.turn = self._num_started
+            sequence.num_cached = cached
+            # At once, or all that start in this step could be one key's.
+            self.waiting.charge(sequence.request.fair_key, sequence.num_to_prefill)
+        sequence.status = Status.RUNNING
+        sequence.row = self._free_rows.pop()
+        bisect.insort(self.running, sequence, key=lambda s: s.order)
+
+    def _prefill_segments(self, num_rows: int) -> tuple[list[PrefillSegment], PrefillShape]:
+        candidates = [s for s in self.running if s.num_to_prefill][: self._max_segments]
+        for sequence in candidates:
+            self._catch_up(sequence)
+        budget = self._config.max_step_tokens or sys.maxsize
+        waiting = _within(budget - num_rows, [s.num_to_prefill for s in candidates])
+        if not waiting:
             return [], NO_PREFILL
-        shape = self._config.ladder.choose_prefill(
-            [s.num_to_prefill for s in candidates], self._config.prefill_overhead_tokens
-        )
-        segments = []
-        lengths = shape.cut([s.num_to_prefill for s in candidates])
-        for sequence, length in zip(candidates, lengths, strict=False):
-            last = length == sequence.num_to_prefill
-            start = sequence.num_computed
-            segments.append(PrefillSegment(sequence, sequence.epoch, start, length, samples=last))
-            sequence.num_computed += length
-            sequence.num_in_flight += last
-            sequence.table.publish(sequence.token_ids, sequence.num_computed)
+        shape = self._config.ladder.choose_prefill(waiting, self._config.prefill_overhead_tokens)
+        room = min(shape.tokens, budget - num_rows)
+        segments: list[PrefillSegment] = []
+        for sequence in candidates[: shape.segments]:
+            # What those before it compute in this very step counts too.
+            self._catch_up(sequence)
+            length = min(sequence.num_to_prefill, shape.segment_len, room)
+            if length == 0:
+                break
+            room -= length
+            segments.append(self._segment(sequence, length))
         return segments, shape
+
+    def _segment(self, sequence: Sequence, length: int) -> PrefillSegment:
+        start, is_last = sequence.num_computed, length == sequence.num_to_prefill
+        sequence.table.grow(start + length)
+        sequence.num_computed += length
+        sequence.num_in_flight += is_last
+        sequence.table.publish(sequence.token_ids, sequence.num_computed)
+        return PrefillSegment(sequence, sequence.epoch, start, length, samples=is_last)
+
+    def _catch_up(self, sequence: Sequence) -> None:
+        before = sequence.num_computed
+        sequence.num_computed = sequence.table.catch_up(sequence.token_ids, before)
+        gained = sequence.num_computed - before
+        if sequence.epoch == 0:
+            self.waiting.charge(sequence.request.fair_key, -gained)
+            if sequence.num_cached == before:
+                # Nothing was computed for it yet.
+                sequence.num_cached = sequence.num_computed
 
     def _preempt(self, sequence: Sequence) -> None:
         self._give_back(sequence)
@@ -156,3 +206,14 @@ class Scheduler:
         self._free_rows.append(sequence.row)
         sequence.row = -1
         sequence.table.clear()
+
+
+def _within(budget: int, waiting: list[int]) -> list[int]:
+    """The part of the waiting tokens of each sequence, in order, that a budget allows."""
+    allowed = []
+    for num_tokens in waiting:
+        if budget <= 0:
+            break
+        allowed.append(min(num_tokens, budget))
+        budget -= allowed[-1]
+    return allowed

@@ -1,0 +1,226 @@
+"""The real engine over the toy device, each step of it checked."""
+
+import itertools
+import time
+from collections.abc import Callable
+
+from tests.contract.test_worker_engine import Collected
+from tests.fakes.toy_device import EOS, NUM_TOKENS, ToyRunner, continuation
+from torchtpu.buckets import NO_PREFILL, BucketLadder, PrefillShape
+from workers.engine.engine import EngineParts, ModelEngine
+from workers.engine.interface import EXPIRED
+from workers.engine.kv_cache import BlockPool
+from workers.engine.outputs import StepPlan
+from workers.engine.request import Sequence, Status
+from workers.engine.scheduler import Scheduler, SchedulerConfig
+from workers.engine.scripted import scripted_tokenizer
+from workers.protocol import FinishReason, GenerateRequest, SamplingParams
+
+BLOCK_LEN = 4
+CONTEXT_LEN = 32
+FEWEST_BLOCKS = CONTEXT_LEN // BLOCK_LEN
+LADDER = BucketLadder(
+    rows=(2, 4),
+    mixed_rows=(4,),
+    prefill=(PrefillShape(6, 2, 4), PrefillShape(12, 3, 8)),
+    contexts=(16, CONTEXT_LEN),
+    mixed_contexts=(16, CONTEXT_LEN),
+)
+ids = itertools.count()
+
+
+def toy_engine(
+    num_blocks: int = 4 * FEWEST_BLOCKS,
+    max_step_tokens: int | None = None,
+    clock: Callable[[], float] = time.time,
+) -> ModelEngine:
+    pool = BlockPool(num_blocks + 1)
+    config = SchedulerConfig(LADDER, 4, max_step_tokens)
+    return ModelEngine(
+        EngineParts(
+            runner=ToyRunner(LADDER, num_blocks + 1, BLOCK_LEN),
+            scheduler=Scheduler(config, pool),
+            pool=pool,
+            tokenizer=scripted_tokenizer(),
+            block_len=BLOCK_LEN,
+            context_len=CONTEXT_LEN,
+            eos_token_ids=frozenset({EOS}),
+            clock=clock,
+        )
+    )
+
+
+def new_request(
+    prompt: list[int],
+    max_tokens: int = 6,
+    n: int = 1,
+    priority: int = 0,
+    *,
+    ignore_eos: bool = True,
+    **fields: object,
+) -> GenerateRequest:
+    return GenerateRequest(
+        request_id=f"r{next(ids)}",
+        model="toy",
+        reply_to="replies",
+        prompt_token_ids=prompt,
+        sampling=SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=ignore_eos),
+        n=n,
+        priority=priority,
+        **fields,
+    )
+
+
+def new_sequence(request: GenerateRequest) -> Sequence:
+    """The only choice of a request that has just come to an engine of its own."""
+    return toy_engine()._new_sequence(request, 0, 0, CONTEXT_LEN)
+
+
+class Driven:
+    """A toy engine whose every step is checked."""
+
+    def __init__(
+        self, num_blocks: int = 4 * FEWEST_BLOCKS, max_step_tokens: int | None = None
+    ) -> None:
+        self.now_s = 1.0
+        self.engine = toy_engine(num_blocks, max_step_tokens, lambda: self.now_s)
+        self.scheduler, self.runner = self.engine._scheduler, self.engine._runner
+        self.runner.watch = self.check_plan
+        self.collected = Collected()
+        self.sequences: dict[str, list[Sequence]] = {}
+        self.aborted: set[str] = set()
+        self.max_step_tokens = max_step_tokens
+        self.tenants: dict[int, str] = {}
+        """Whose tokens each block holds."""
+
+    @property
+    def live(self) -> list[str]:
+        return [i for i in self.sequences if not self.collected.is_over(i)]
+
+    def add(self, request: GenerateRequest) -> str:
+        self.engine.add(request)
+        resident = self.engine._residents[request.request_id]
+        self.sequences[request.request_id] = resident.sequences
+        return request.request_id
+
+    def abort(self, request_id: str) -> None:
+        self.aborted.add(request_id)
+        self.collected.take(self.engine.abort(request_id))
+
+    def step(self, lose: str | None = None) -> None:
+        self.runner.lose_next = lose
+        first = min(self.scheduler.running, key=lambda s: s.order, default=None)
+        failures = self.engine._num_failed_steps
+        self.collected.take(self.engine.step())
+        failed = self.engine._num_failed_steps > failures
+        self.scheduler.check_integrity()
+        self.check_shared_blocks()
+        for sequence in self.scheduler.running:
+            check_counts(sequence)
+        if first is not None and not failed and not self.overtaken(first):
+            assert first.status is not Status.PREEMPTED, "the first in order was preempted"
+
+    def overtaken(self, sequence: Sequence) -> bool:
+        """Somebody more urgent came."""
+        others = (*self.scheduler.running, *self.scheduler.waiting)
+        return min(others, key=lambda s: s.order, default=sequence) is not sequence
+
+    def step_until(self, reached: Callable[[], bool]) -> None:
+        while not reached():
+            assert self.engine.has_work()
+            self.step()
+
+    def check_plan(self, plan: StepPlan) -> None:
+        check_plan(plan)
+        assert plan.num_tokens <= (self.max_step_tokens or plan.num_tokens)
+        spans = [(row.sequence, row.position, 1) for row in plan.rows]
+        spans += [(segment.sequence, segment.start, segment.length) for segment in plan.segments]
+        for sequence, start, length in spans:
+            tenant, blocks = sequence.request.cache_salt, sequence.table.blocks
+            for block in blocks[start // BLOCK_LEN : -(-(start + length) // BLOCK_LEN)]:
+                self.tenants[block] = tenant
+            assert {self.tenants[block] for block in blocks} == {tenant}, "tenants share a block"
+
+    def check_shared_blocks(self) -> None:
+        content: dict[int, tuple[int, ...]] = {}
+        for sequence in self.scheduler.running:
+            for index, block in enumerate(sequence.table.blocks):
+                text = tuple(sequence.token_ids[: (index + 1) * BLOCK_LEN])
+                if block in content:
+                    assert text == content[block], f"block {block} has two contents"
+                    assert len(text) == (index + 1) * BLOCK_LEN, f"{block} is shared half filled"
+                content[block] = text
+
+    def run(self) -> None:
+        sequences = [s for i in self.live for s in self.sequences[i]]
+        # Even one after the other, each preempted once for each of its tokens, they would take this long.
+        bound = 20 + sum(CONTEXT_LEN * (2 + len(s.request.prompt_token_ids)) for s in sequences)
+        for _ in range(bound):
+            if not self.engine.has_work():
+                break
+            self.step()
+        assert not self.engine.has_work(), "the engine does not come to an end"
+
+    def check_answers(self) -> None:
+        for request_id, sequences in self.sequences.items():
+            assert self.collected.is_over(request_id)
+            for sequence in sequences:
+                check_answer(sequence, self.collected, is_aborted=request_id in self.aborted)
+        assert self.scheduler._pool.usage == 0
+
+
+def check_counts(sequence: Sequence) -> None:
+    """A result is at most two steps away, and only the newest token is not in the cache yet."""
+    assert 0 <= sequence.num_in_flight <= 2
+    assert 0 <= sequence.num_computed <= len(sequence.table.blocks) * BLOCK_LEN
+    if sequence.is_decoding:
+        assert sequence.num_computed == sequence.total_len - 1
+
+
+def check_plan(plan: StepPlan) -> None:
+    """It fits a bucket that was compiled, and gives every sequence one thing to do."""
+    bucket = plan.bucket
+    assert bucket in LADDER.buckets
+    assert len(plan.rows) <= bucket.rows
+    assert len(plan.segments) <= bucket.prefill.segments
+    assert bool(plan.segments) == (bucket.prefill != NO_PREFILL)
+    assert 0 < plan.num_tokens <= bucket.num_tokens
+    assert sum(segment.length for segment in plan.segments) <= bucket.prefill.tokens
+    for row in plan.rows:
+        assert row.position < bucket.context
+    for segment in plan.segments:
+        assert 1 <= segment.length <= bucket.prefill.segment_len
+        assert segment.start + segment.length <= bucket.context
+    entries = [*plan.rows, *plan.segments]
+    assert len({id(entry.sequence) for entry in entries}) == len(entries)
+
+
+def check_answer(sequence: Sequence, collected: Collected, *, is_aborted: bool) -> None:
+    request, prompt_len = sequence.request, len(sequence.request.prompt_token_ids)
+    tokens = sequence.token_ids[prompt_len:]
+    expected = continuation(
+        request.prompt_token_ids,
+        min(request.sampling.max_tokens, CONTEXT_LEN - prompt_len),
+        ignore_eos=request.sampling.ignore_eos,
+    )
+    reason = collected.ends(request.request_id)[sequence.choice]
+    if reason is FinishReason.ERROR:
+        last = collected.deltas[request.request_id][-1]
+        assert (tokens, last.error) == ([], EXPIRED)
+        assert request.deadline_s
+        return
+    if reason is FinishReason.ABORT:
+        assert is_aborted
+        assert tokens == expected[: len(tokens)]
+        return
+    stopped = expected[-1] == EOS and not request.sampling.ignore_eos
+    assert tokens == expected
+    assert reason is (FinishReason.STOP if stopped else FinishReason.LENGTH)
+    counted = sum(
+        d.num_tokens for d in collected.deltas[request.request_id] if d.choice == sequence.choice
+    )
+    assert counted == len(tokens)
+
+
+def prompt_of(length: int, first: int = 1) -> list[int]:
+    return [first, *(1 + i % (NUM_TOKENS - 1) for i in range(length - 1))]
