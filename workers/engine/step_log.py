@@ -35,7 +35,8 @@ class StepMember(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     num_tokens: int
     """Tokens computed for it in this step."""
     context_len: int
-    """Tokens whose keys and values were in the cache before them."""
+    """Tokens whose keys and values were in the cache before them: its own, and shared ones, some of which
+    another request may have computed since this one's last segment."""
     num_cached: int = 0
     """Prompt tokens found in the prefix cache; on the sequence's first segment only, so that they add up."""
     num_preemptions: int = 0
