@@ -219,7 +219,9 @@ class Job:
 
 def _commit(items: list[Item]) -> None:
     for exchange, delta in items:
-        if delta is not None and (delta.text or delta.finish_reason):
+        if delta is not None and (
+            delta.text or delta.finish_reason or delta.logprobs or delta.prompt_logprobs
+        ):
             exchange.committed = True
 
 

@@ -27,6 +27,11 @@ _HEADERS = [
 _encode = msgspec.json.Encoder().encode
 
 
+def encoded(fields: object) -> bytes:
+    """A part of a chunk as JSON."""
+    return _encode(fields)
+
+
 def error_event(error: GatewayError) -> bytes:
     return b"data: " + error_body(error) + b"\n\n"
 
@@ -54,7 +59,9 @@ class ChunkEncoder:
         self._end = b'}],"usage":null}\n\n' if include_usage else b"}]}\n\n"
         before, after = (b',"delta":{"content":', b"}") if chat else (b',"text":', b"")
         self._before_text = before
-        self._after_text = after + b',"logprobs":null,"finish_reason":null' + self._end
+        self._before_logprobs = after + b',"logprobs":'
+        self._after_logprobs = b',"finish_reason":null' + self._end
+        self._after_text = self._before_logprobs + b"null" + self._after_logprobs
         finish = b',"delta":{}' if chat else b',"text":""'
         self._before_reason = finish + b',"logprobs":null,"finish_reason":"'
 
@@ -75,6 +82,18 @@ class ChunkEncoder:
             self._before_text,
             _encode(text),
             self._after_text,
+        )
+
+    def scored_text(self, choice: int, text: str, logprobs: bytes) -> bytes:
+        """A chunk whose tokens are told too; `logprobs` is JSON."""
+        return b"%b%d%b%b%b%b%b" % (
+            self._head,
+            choice,
+            self._before_text,
+            _encode(text),
+            self._before_logprobs,
+            logprobs,
+            self._after_logprobs,
         )
 
     def finish(self, choice: int, reason: str) -> bytes:

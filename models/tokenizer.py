@@ -13,6 +13,7 @@ from tokenizers import Tokenizer
 from tokenizers.pre_tokenizers import ByteLevel
 
 from models.errors import ModelCorruptError
+from models.token_pieces import TokenPieces
 
 _KEEPING_STEPS = frozenset({"ByteLevel", "Split", "Digits", "Punctuation", "Metaspace"})
 """Pre-tokenizers that drop nothing unless their behaviour is `Removed`."""
@@ -35,6 +36,7 @@ class TextTokenizer:
         self._tokenizer.no_padding()
         self._bos_id = self._tokenizer.token_to_id(bos_token) if bos_token else None
         self._max_bytes_per_token = _max_bytes_per_token(self._tokenizer)
+        self._pieces = TokenPieces(self._tokenizer)
 
     @property
     def vocab_size(self) -> int:
@@ -57,6 +59,14 @@ class TextTokenizer:
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
         """Text of `token_ids`; bytes that are no whole character become U+FFFD."""
         return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=skip_special_tokens))
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The bytes of UTF-8 text that a token stands for, perhaps a part of a character; b"" for an unused id."""
+        return self._pieces[token_id]
+
+    def is_special(self, token_id: int) -> bool:
+        """Whether `skip_special_tokens` leaves it out of texts."""
+        return token_id in self._pieces.special_ids
 
 
 def _max_bytes_per_token(tokenizer: Tokenizer) -> int | None:

@@ -246,8 +246,8 @@ def test_c23_penalties(shared_gateway: GatewayUnderTest):
     for name in ("frequency_penalty", "presence_penalty"):
         for value in (2.1, -2.1):
             assert_error(shared_gateway.chat(**{name: value}), 400, param=name)
-        error = assert_error(shared_gateway.chat(**{name: 2}), 400, param=name)
-        assert error["code"] == "unsupported_parameter"
+        for value in (2, -2):
+            assert shared_gateway.chat(**{name: value}).status_code == 200
 
 
 def test_c26_the_same_request_id_twice(shared_gateway: GatewayUnderTest):

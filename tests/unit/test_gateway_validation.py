@@ -4,7 +4,7 @@ import json
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from gateway.domain.openai.schemas import ChatCompletionRequest, CompletionRequest
@@ -26,16 +26,11 @@ def plain(**fields: Any) -> CompletionRequest:
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("logprobs", True),
         ("tools", [TOOL]),
         ("tool_choice", "required"),
         ("tool_choice", {"type": "function", "function": {"name": "f"}}),
         ("functions", [{"name": "f"}]),
         ("response_format", {"type": "json_object"}),
-        ("frequency_penalty", 1),
-        ("presence_penalty", -1.5),
-        ("repetition_penalty", 1.1),
-        ("logit_bias", {"5": 10}),
         ("audio", {"voice": "alloy", "format": "wav"}),
         ("modalities", ["text", "audio"]),
         ("web_search_options", {}),
@@ -44,7 +39,6 @@ def plain(**fields: Any) -> CompletionRequest:
         ("guided_json", {}),
         ("guided_choice", ["a"]),
         ("structured_outputs", {"json": {}}),
-        ("prompt_logprobs", 0),
         ("continue_final_message", True),
         ("chat_template", "{{ messages }}"),
         ("prediction", {"type": "content", "content": "x"}),
@@ -67,9 +61,7 @@ def test_what_the_engine_cannot_do_is_named(name: str, value: Any):
     assert (caught.value.param, caught.value.code) == (name, "unsupported_parameter")
 
 
-@pytest.mark.parametrize(
-    ("name", "value"), [("echo", True), ("suffix", "x"), ("logprobs", 0), ("best_of", 2)]
-)
+@pytest.mark.parametrize(("name", "value"), [("suffix", "x"), ("guided_json", {})])
 def test_what_plain_completions_cannot_do_is_named(name: str, value: Any):
     with pytest.raises(BadRequestError) as caught:
         plain(**{name: value})
@@ -84,6 +76,7 @@ def test_null_is_not_given():
 def test_values_that_ask_for_nothing_are_taken():
     chat(
         logprobs=False,
+        top_logprobs=0,
         tools=[],
         tool_choice="auto",
         response_format={"type": "text"},
@@ -207,6 +200,8 @@ JSON_VALUES = st.recursive(
 )
 
 
+# How fast values are drawn says nothing on a busy machine.
+@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.dictionaries(st.sampled_from(FIELDS), JSON_VALUES, max_size=4))
 def test_no_body_is_answered_with_anything_but_a_400(fields: dict[str, Any]):
     for kind in (ChatCompletionRequest, CompletionRequest):

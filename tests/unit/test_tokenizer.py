@@ -6,9 +6,9 @@ import zlib
 from typing import Any
 
 import pytest
-from tokenizers import AddedToken
+from tokenizers import AddedToken, Tokenizer, decoders
 from tokenizers import normalizers as norm
-from tokenizers.models import WordLevel
+from tokenizers.models import BPE, WordLevel
 
 from models.errors import ModelCorruptError
 from models.tokenizer import TextTokenizer
@@ -108,3 +108,38 @@ def test_composed_characters_are_allowed_for():
 )
 def test_no_bound_where_a_token_may_swallow_any_text(change: Any):
     assert changed(change).may_fit("x" * 100_000, 1)
+
+
+def byte_fallback_tokenizer() -> Tokenizer:
+    """SentencePiece's layout, as Llama 2, Mistral and Gemma have it."""
+    pieces = ["<unk>", "<s>", "▁", "▁tide", "s", *(f"<0x{byte:02X}>" for byte in range(256))]
+    vocab = {piece: i for i, piece in enumerate(pieces)}
+    model = BPE(vocab=vocab, merges=[], byte_fallback=True, unk_token="<unk>", fuse_unk=True)
+    tokenizer = Tokenizer(model)
+    steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    tokenizer.decoder = decoders.Sequence([*steps, decoders.Strip(" ", 1, 0)])
+    tokenizer.add_special_tokens([AddedToken("<s>", special=True)])
+    return tokenizer
+
+
+TEXTS = ["tide", " tide  s", "crab \U0001f980 é", "<|im_start|>a\n", "\x00\x7f\u2581Ġ"]
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_the_bytes_of_tokens_are_those_of_the_text(text: str):
+    tokenizer = TextTokenizer(JSON)
+    pieces = [tokenizer.token_bytes(token_id) for token_id in tokenizer.encode(text)]
+    assert b"".join(pieces) == text.encode()
+
+
+def test_the_bytes_of_sentencepiece_tokens():
+    tokenizer = TextTokenizer(byte_fallback_tokenizer().to_str().encode())
+    crab = [5 + byte for byte in "\U0001f980".encode()]
+    pieces = [tokenizer.token_bytes(token_id) for token_id in [1, 3, 4, 2, *crab, 5 + 0x0A]]
+    assert pieces == [b"<s>", b" tide", b"s", b" ", b"\xf0", b"\x9f", b"\xa6", b"\x80", b"\n"]
+    assert tokenizer.is_special(1)
+    assert not tokenizer.is_special(3)
+
+
+def test_an_id_without_a_token_has_no_bytes():
+    assert TextTokenizer(JSON).token_bytes(258) == b""

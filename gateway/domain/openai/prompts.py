@@ -11,11 +11,12 @@ from typing import Any
 import msgspec
 
 from gateway.directory import ServedModel
+from gateway.domain.openai.logprobs import Echo, echo_of
+from gateway.domain.openai.sampling import sampling_params
 from gateway.domain.openai.schemas import (
     ChatCompletionRequest,
     ChatMessage,
     CompletionRequest,
-    GenerationBody,
 )
 from gateway.errors import BadRequestError, ContextLengthError
 from models.chat_templates import RESERVED_VARIABLES, ChatTemplate
@@ -23,8 +24,6 @@ from models.errors import ChatTemplateError
 from workers.protocol import SamplingParams
 
 Headers = Mapping[str, str]
-_COMPLETION_MAX_TOKENS = 16
-"""OpenAI's default of /v1/completions; chat goes on to the end of the context."""
 _WORD = re.compile(r"\s*\S+\s*")
 
 
@@ -34,6 +33,8 @@ class Prompt:
     sampling: SamplingParams
     script: tuple[bytes, ...] | None = None
     """For the scripted engine only."""
+    echo: Echo | None = None
+    """Only if the answer is to begin with the prompt."""
 
 
 async def chat_prompt(
@@ -46,7 +47,7 @@ async def chat_prompt(
         token_ids = await asyncio.to_thread(_encode_chat, served, body, messages)
     else:
         token_ids = _encode_chat(served, body, messages)
-    sampling = _sampling(served, body, body.asked_tokens, len(token_ids), "messages")
+    sampling = sampling_params(served, body, len(token_ids), "messages")
     script = None
     if served.card.engine == "scripted":
         users = [message["content"] for message in messages if message["role"] == "user"]
@@ -66,14 +67,16 @@ async def completion_prompts(
         encoded = _encode_plain(served, given)
     prompts: list[Prompt] = []
     for prompt, token_ids in zip(given, encoded, strict=True):
-        left = served.card.context_len - len(token_ids)
-        asked = body.asked_tokens or max(1, min(_COMPLETION_MAX_TOKENS, left))
-        sampling = _sampling(served, body, asked, len(token_ids), "prompt")
+        sampling = sampling_params(served, body, len(token_ids), "prompt")
         script = None
         if served.card.engine == "scripted":
             text = prompt if isinstance(prompt, str) else served.tokenizer.decode(prompt)
             script = _script(headers, text)
-        prompts.append(Prompt(token_ids=token_ids, sampling=sampling, script=script))
+        echo = None
+        if body.echoes:
+            skips_special = sampling.skip_special_tokens
+            echo = echo_of(served.tokenizer, prompt, token_ids, skips_special=skips_special)
+        prompts.append(Prompt(token_ids=token_ids, sampling=sampling, script=script, echo=echo))
     return prompts
 
 
@@ -183,49 +186,6 @@ def _arguments(index: int, number: int, text: str) -> dict[str, Any]:
         place = f"messages[{index}].tool_calls[{number}].function.arguments"
         raise BadRequestError(f"Invalid '{place}': it is no JSON object.", param=place)
     return arguments
-
-
-def _sampling(
-    served: ServedModel, body: GenerationBody, asked: int | None, prompt_len: int, where: str
-) -> SamplingParams:
-    """Check what depends on the model, and fill in defaults."""
-    context_len = served.card.context_len
-    left = context_len - prompt_len
-    if left < 1 or (asked or 1) > left:
-        wanted = asked or 1
-        raise ContextLengthError(
-            f"This model's maximum context length is {context_len} tokens. However, you requested "
-            f"{prompt_len + wanted} tokens ({prompt_len} in the {where}, {wanted} in the completion).",
-            param=where if left < 1 or asked is None else body.limit_field,
-        )
-    max_tokens = asked or left
-    min_tokens = body.min_tokens or 0
-    if min_tokens > max_tokens:
-        raise BadRequestError(
-            f"Invalid 'min_tokens': it is more than the {max_tokens} tokens that may be generated.",
-            param="min_tokens",
-            code="invalid_value",
-        )
-    stop_ids = tuple(body.stop_token_ids or ())
-    if any(token_id >= served.card.vocab_size for token_id in stop_ids):
-        raise BadRequestError(
-            f"Invalid 'stop_token_ids': ids of this model are 0 to {served.card.vocab_size - 1}.",
-            param="stop_token_ids",
-            code="invalid_value",
-        )
-    return SamplingParams(
-        max_tokens=max_tokens,
-        temperature=1.0 if body.temperature is None else body.temperature,
-        top_p=1.0 if body.top_p is None else body.top_p,
-        top_k=min(max(0, body.top_k or 0), served.card.vocab_size),
-        min_p=body.min_p or 0.0,
-        seed=body.seed,
-        stop=body.stop_strings,
-        stop_token_ids=stop_ids,
-        ignore_eos=bool(body.ignore_eos),
-        min_tokens=min_tokens,
-        skip_special_tokens=body.skip_special_tokens is not False,
-    )
 
 
 def _script(headers: Headers, text: str) -> tuple[bytes, ...]:

@@ -21,6 +21,9 @@ from gateway.errors import BadRequestError
 
 MAX_CHOICES = 128
 MAX_PROMPTS = 128
+MAX_ALTERNATIVES = 20
+MAX_BIASES = 300
+MAX_STOP_TOKEN_IDS = 128
 _INT64_MAX = 2**63 - 1
 _MODALITIES = {
     "image_url": "images",
@@ -32,6 +35,9 @@ _MODALITIES = {
 Int64 = Annotated[int, Field(ge=-(2**63), le=_INT64_MAX)]
 Penalty = Annotated[float, Field(ge=-2, le=2)]
 StopString = Annotated[str, Field(min_length=1)]
+Count = Annotated[int, Field(ge=1, le=_INT64_MAX)]
+Alternatives = Annotated[int, Field(ge=0, le=MAX_ALTERNATIVES)]
+"""How many of the likeliest tokens are told beside the one that is there."""
 
 
 def _string_or_list(value: object) -> str | None:
@@ -132,12 +138,16 @@ class GenerationBody(_Body):
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    max_tokens: Annotated[int, Field(ge=1)] | None = None
+    max_tokens: Count | None = None
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
     top_p: Annotated[float, Field(ge=0, le=1)] | None = None
     frequency_penalty: Penalty | None = None
     presence_penalty: Penalty | None = None
-    logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = None
+    logit_bias: (
+        Annotated[dict[str, Annotated[float, Field(ge=-100, le=100)]], Field(max_length=MAX_BIASES)]
+        | None
+    ) = None
+    """By token id in decimal digits."""
     seed: Int64 | None = None
     stop: (
         Annotated[
@@ -152,14 +162,20 @@ class GenerationBody(_Body):
     # Extensions that users of other servers know.
     top_k: Annotated[int, Field(ge=-1, le=_INT64_MAX)] | None = None
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
-    min_tokens: Annotated[int, Field(ge=0)] | None = None
-    repetition_penalty: Annotated[float, Field(gt=0)] | None = None
+    min_tokens: Annotated[int, Field(ge=0, le=_INT64_MAX)] | None = None
+    repetition_penalty: Annotated[float, Field(ge=0.01, le=100)] | None = None
+    """Bounded so that no logit it touches overflows."""
     ignore_eos: bool | None = None
-    stop_token_ids: list[Annotated[int, Field(ge=0)]] | None = None
+    stop_token_ids: (
+        Annotated[
+            list[Annotated[int, Field(ge=0, le=_INT64_MAX)]], Field(max_length=MAX_STOP_TOKEN_IDS)
+        ]
+        | None
+    ) = None
+    prompt_logprobs: Alternatives | None = None
     priority: Int64 | None = None
     skip_special_tokens: bool | None = None
     # Asked for by name and not possible yet: any value but a harmless one gets a 400.
-    prompt_logprobs: Any = None
     logits_processors: Any = None
     guided_json: Any = None
     guided_regex: Any = None
@@ -189,7 +205,22 @@ class GenerationBody(_Body):
 
     @property
     def num_choices(self) -> int:
+        """Choices of each prompt that the answer has."""
         return self.n or 1
+
+    @property
+    def num_candidates(self) -> int:
+        """Choices of each prompt that are generated."""
+        return self.num_choices
+
+    @property
+    def num_logprobs(self) -> int | None:
+        """Alternatives to tell beside each generated token; None tells nothing."""
+        raise NotImplementedError
+
+    @property
+    def echoes(self) -> bool:
+        return False
 
     @property
     def stop_strings(self) -> tuple[str, ...]:
@@ -204,13 +235,13 @@ class GenerationBody(_Body):
 
 class ChatCompletionRequest(GenerationBody):
     messages: list[ChatMessage] = Field(min_length=1)
-    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+    max_completion_tokens: Count | None = None
     """Wins over `max_tokens`."""
     add_generation_prompt: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
     """Given to the chat template as a variable."""
-    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    top_logprobs: Alternatives | None = None
     logprobs: bool | None = None
     tools: list[dict[str, Any]] | None = None
     tool_choice: Any = None
@@ -240,11 +271,17 @@ class ChatCompletionRequest(GenerationBody):
     def asked_tokens(self) -> int | None:
         return self.max_completion_tokens or self.max_tokens
 
+    @property
+    def num_logprobs(self) -> int | None:
+        return self.top_logprobs or 0 if self.logprobs else None
+
 
 class CompletionRequest(GenerationBody):
     prompt: Any = None
     """A string, a list of strings, token ids, or a list of lists of token ids."""
-    logprobs: Annotated[int, Field(ge=0, le=5)] | None = None
+    max_tokens: Annotated[int, Field(ge=0, le=_INT64_MAX)] | None = None
+    """0 goes with `echo` alone: the prompt is scored and nothing generated."""
+    logprobs: Alternatives | None = None
     suffix: str | None = None
     response_format: Any = None
 
@@ -262,6 +299,18 @@ class CompletionRequest(GenerationBody):
             "A prompt is a string, a list of token ids, or a list of up to {limit} of either.",
             {"limit": MAX_PROMPTS},
         )
+
+    @property
+    def num_candidates(self) -> int:
+        return self.best_of or self.num_choices
+
+    @property
+    def num_logprobs(self) -> int | None:
+        return self.logprobs
+
+    @property
+    def echoes(self) -> bool:
+        return bool(self.echo)
 
     def prompts(self) -> list[str | list[int]]:
         """Each prompt apart. Raises `BadRequestError` if there is none."""

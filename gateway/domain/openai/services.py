@@ -11,7 +11,9 @@ from litestar.types import ASGIApp
 from gateway.directory import ServedModel, unknown_model
 from gateway.dispatch import Dispatcher
 from gateway.domain.accounts.services import Principal
-from gateway.domain.openai.answers import Plan, collect, stream
+from gateway.domain.openai.answers import collect
+from gateway.domain.openai.chunks import stream
+from gateway.domain.openai.plan import Plan
 from gateway.domain.openai.prompts import Prompt, chat_prompt, completion_prompts, new_request_id
 from gateway.domain.openai.schemas import (
     MAX_CHOICES,
@@ -46,7 +48,7 @@ class CompletionService:
         _check_num_choices(served, body)
         inline_bytes = self._settings.inline_text_bytes
         prompt = await chat_prompt(served, body, request.headers, inline_bytes)
-        plan = _plan(served, body, started_s)
+        plan = _plan(served, body, [prompt], started_s)
         return await self._answer(request, body, plan, [prompt])
 
     async def complete(self, request: HttpRequest) -> ASGIApp:
@@ -62,7 +64,7 @@ class CompletionService:
                 f"Invalid 'prompt': at most {self._settings.queue_limit} prompts can be queued.",
                 param="prompt",
             )
-        plan = _plan(served, body, started_s)
+        plan = _plan(served, body, prompts, started_s)
         return await self._answer(request, body, plan, prompts)
 
     def models(self) -> list[ModelInfo]:
@@ -98,7 +100,7 @@ class CompletionService:
         self, request: HttpRequest, body: GenerationBody, plan: Plan, prompts: list[Prompt]
     ) -> ASGIApp:
         metrics = self._metrics.of(plan.model)
-        requests = [self._generate_request(plan, body, prompt) for prompt in prompts]
+        requests = [self._generate_request(plan, body, prompt, request.auth) for prompt in prompts]
         try:
             job = await self._dispatcher.submit(requests, streaming=bool(body.stream))
         except GatewayError as error:
@@ -113,35 +115,42 @@ class CompletionService:
         return ASGIResponse(body=answer, media_type="application/json")
 
     def _generate_request(
-        self, plan: Plan, body: GenerationBody, prompt: Prompt
+        self, plan: Plan, body: GenerationBody, prompt: Prompt, principal: Principal
     ) -> GenerateRequest:
         now_s = time.time()
+        key_id = str(principal.key_id)
         return GenerateRequest(
             request_id=new_request_id(),
             model=plan.model,
             reply_to=self._dispatcher.reply_to,
             prompt_token_ids=prompt.token_ids,
             sampling=prompt.sampling,
-            n=plan.num_choices,
+            n=plan.num_candidates,
             created_s=now_s,
             deadline_s=now_s + self._settings.request_timeout_s,
             priority=body.priority or 0,
             script=prompt.script,
             gateway_id=self._dispatcher.gateway_id,
+            # A key is the smallest tenant there is: keys share no cached prefixes.
+            cache_salt=key_id,
+            fair_key=key_id,
         )
 
 
 def _check_num_choices(served: ServedModel, body: GenerationBody) -> None:
     most = min(served.card.max_choices or MAX_CHOICES, MAX_CHOICES)
-    if body.num_choices > most:
+    if body.num_candidates > most:
+        name = "n" if body.num_choices > most else "best_of"
         raise BadRequestError(
-            f"Invalid 'n': this model gives at most {most} choices at a time.",
-            param="n",
+            f"Invalid '{name}': this model gives at most {most} choices at a time.",
+            param=name,
             code="invalid_value",
         )
 
 
-def _plan(served: ServedModel, body: GenerationBody, started_s: float) -> Plan:
+def _plan(
+    served: ServedModel, body: GenerationBody, prompts: list[Prompt], started_s: float
+) -> Plan:
     chat = isinstance(body, ChatCompletionRequest)
     digest = served.card.digest
     return Plan(
@@ -151,6 +160,13 @@ def _plan(served: ServedModel, body: GenerationBody, started_s: float) -> Plan:
         fingerprint=f"fp_{digest[:10]}" if digest else None,
         chat=chat,
         num_choices=body.num_choices,
+        num_candidates=body.num_candidates,
         include_usage=body.wants_usage,
         started_s=started_s,
+        tokenizer=served.tokenizer,
+        num_logprobs=body.num_logprobs,
+        num_prompt_logprobs=body.prompt_logprobs,
+        skips_special=body.skip_special_tokens is not False,
+        echoes=tuple(prompt.echo for prompt in prompts if prompt.echo is not None),
+        scores_only=body.echoes and body.max_tokens == 0,
     )

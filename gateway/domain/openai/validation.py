@@ -24,17 +24,8 @@ def _is_text_format(value: object) -> bool:
     return isinstance(value, dict) and value.get("type") == "text"
 
 
-def _is_neutral_bias(value: object) -> bool:
-    return isinstance(value, dict) and not any(value.values())
-
-
 _UNSUPPORTED: dict[str, Harmless] = {
     # Field: the values that ask for nothing we cannot do. null is always one.
-    "frequency_penalty": _is_falsy,
-    "presence_penalty": _is_falsy,
-    "logit_bias": _is_neutral_bias,
-    "repetition_penalty": _one_of(1),
-    "top_logprobs": _is_falsy,
     "tool_choice": _one_of("none", "auto"),
     "functions": _is_falsy,
     "function_call": _one_of("none", "auto"),
@@ -51,7 +42,6 @@ _UNSUPPORTED: dict[str, Harmless] = {
     "length_penalty": _one_of(1),
     "include_stop_str_in_output": _is_falsy,
     "return_token_ids": _is_falsy,
-    "echo": _is_falsy,
     "suffix": _is_falsy,
     **dict.fromkeys(
         (
@@ -60,7 +50,6 @@ _UNSUPPORTED: dict[str, Harmless] = {
             "moderation",
             "chat_template",
             "mm_processor_kwargs",
-            "prompt_logprobs",
             "logits_processors",
             "guided_json",
             "guided_regex",
@@ -101,20 +90,37 @@ def unsupported(name: str) -> BadRequestError:
 
 def _check_together(request: GenerationBody) -> None:
     if request.stream_options is not None and not request.stream:
-        raise BadRequestError(
-            "'stream_options' is only allowed when 'stream' is true.",
-            param="stream_options",
-            code="invalid_value",
-        )
+        raise _wrong("stream_options", "is only allowed when 'stream' is true.")
+    if request.prompt_logprobs is not None and request.stream:
+        raise _wrong("prompt_logprobs", "is not available when 'stream' is true.")
+    if isinstance(request, ChatCompletionRequest):
+        _check_chat(request)
+    if isinstance(request, CompletionRequest):
+        _check_completion(request)
+
+
+def _check_chat(request: ChatCompletionRequest) -> None:
+    if request.top_logprobs and not request.logprobs:
+        raise _wrong("top_logprobs", "is only allowed when 'logprobs' is true.")
+    if request.echo:
+        raise unsupported("echo")
     if request.best_of is not None and request.best_of != request.num_choices:
         raise unsupported("best_of")
-    if isinstance(request, ChatCompletionRequest):
-        if request.logprobs:
-            raise unsupported("logprobs")
-        if request.tools and request.tool_choice != "none":
-            raise unsupported("tools")
-    if isinstance(request, CompletionRequest) and request.logprobs is not None:
-        raise unsupported("logprobs")
+    if request.tools and request.tool_choice != "none":
+        raise unsupported("tools")
+
+
+def _check_completion(request: CompletionRequest) -> None:
+    if request.max_tokens == 0 and not request.echo:
+        raise _wrong("max_tokens", "must be at least 1 unless 'echo' is true.")
+    if request.num_candidates < request.num_choices:
+        raise _wrong("best_of", "must be at least 'n'.")
+    if request.num_candidates > request.num_choices and request.stream:
+        raise _wrong("best_of", "cannot be more than 'n' when 'stream' is true.")
+
+
+def _wrong(name: str, sentence: str) -> BadRequestError:
+    return BadRequestError(f"'{name}' {sentence}", param=name, code="invalid_value")
 
 
 _CODES = {"missing": "missing_required_parameter", "unsupported_modality": "unsupported_value"}
@@ -124,11 +130,13 @@ def _bad_request(details: ErrorDetails) -> BadRequestError:
     kind = details["type"]
     if kind == "json_invalid" or not details["loc"] and kind == "model_type":
         return BadRequestError(f"The body must be a JSON object: {details['msg']}"[:300])
-    param = _param(details)
+    place = _place(details)
+    # The keys of a map are the client's own words: the field is named, the key only told.
+    param = "logit_bias" if place.startswith("logit_bias.") else place
     if kind == "missing" and "input" not in details and details["msg"] == "Field required":
-        message = f"Missing required parameter: '{param}'."
+        message = f"Missing required parameter: '{place}'."
     else:
-        message = f"Invalid '{param}': {_sentence(details)}"
+        message = f"Invalid '{place}': {_sentence(details)}"
     fallback = "invalid_type" if kind.endswith("_type") or "tag" in kind else "invalid_value"
     return BadRequestError(message[:500], param=param, code=_CODES.get(kind, fallback))
 
@@ -139,7 +147,7 @@ def _sentence(details: ErrorDetails) -> str:
     return details["msg"]
 
 
-def _param(details: ErrorDetails) -> str:
+def _place(details: ErrorDetails) -> str:
     """`messages[0].content[0].type` of `("messages", 0, "content", "|list", 0, "type")`."""
     place = [part for part in details["loc"] if not str(part).startswith("|")]
     field = details.get("ctx", {}).get("field")
