@@ -21,7 +21,17 @@ WORKER_OPTIONS = (
     ),
     click.option("--max-rows", metavar="N", help="Choices that run at once (default: 32)."),
     click.option(
-        "--num-blocks", metavar="N", help="KV blocks (default: for all rows, in 40 % of memory)."
+        "--max-step-tokens",
+        metavar="N",
+        help="Tokens of one step, prompts and running choices (default: what programs hold).",
+    ),
+    click.option(
+        "--memory-share",
+        metavar="X",
+        help="Of the device's memory, for weights, programs and KV cache (default: 0.9).",
+    ),
+    click.option(
+        "--num-blocks", metavar="N", help="KV blocks (default: for all rows, as memory allows)."
     ),
     click.option("--block-len", metavar="N", help="Tokens of one KV block (default: 16)."),
     click.option(

@@ -44,6 +44,10 @@ class WorkerConfig:
     dtype: Dtype = "auto"
     max_rows: int | None = None
     """Choices that run at once."""
+    max_step_tokens: int | None = None
+    """Tokens of one step: a row each of running choices, and parts of prompts beside them."""
+    memory_share: float | None = None
+    """Of the device's memory, for weights, programs and KV cache together."""
     num_blocks: int | None = None
     block_len: int | None = None
     """Tokens of one KV block."""
@@ -148,6 +152,16 @@ def _seconds(name: str, value: object) -> float:
     return number
 
 
+def _share(name: str, value: object) -> float:
+    try:
+        number = float(str(value))
+    except ValueError:
+        number = 0.0
+    if not 0 < number <= 1:
+        raise ConfigError(f"{_spoken(name)} must be above 0 and at most 1, not {value!r}.")
+    return number
+
+
 def _choice(name: str, value: object) -> str:
     allowed = _CHOICES[name]
     text = str(value).strip()
@@ -171,6 +185,9 @@ _CHOICES: dict[str, tuple[str, ...]] = {
 _PARSERS: dict[str, Any] = {
     **dict.fromkeys(("compile_cache_dir", "profile"), _path),
     **dict.fromkeys(_CHOICES, _choice),
-    **dict.fromkeys(("max_rows", "num_blocks", "block_len", "context_len"), _count),
+    **dict.fromkeys(
+        ("max_rows", "max_step_tokens", "num_blocks", "block_len", "context_len"), _count
+    ),
+    "memory_share": _share,
     **dict.fromkeys(("drain_timeout_s", "step_delay_s"), _seconds),
 }

@@ -18,7 +18,7 @@ from tests.device.driving import (
 from workers.engine.build import build_engine
 from workers.engine.engine import EngineParts, ModelEngine
 from workers.engine.interface import Engine
-from workers.errors import HopelessLoadError, RequestError
+from workers.errors import HopelessLoadError, LoadError, RequestError
 from workers.protocol import FinishReason, GenerateRequest
 
 QUESTION = "<|im_start|>user\nWhat is the capital of France?<|im_end|>\n<|im_start|>assistant\n"
@@ -173,6 +173,7 @@ def test_urgent_requests_go_first(parts: EngineParts, prose: list[int]):
     [
         ({"num_blocks": 3}, "--num-blocks"),
         ({"block_len": 48}, "--block-len"),
+        ({"max_step_tokens": 32}, "no room for 32 rows"),
         ({"model": "never-heard-of"}, "never-heard-of"),
     ],
 )
@@ -182,3 +183,12 @@ def test_settings_that_cannot_work_are_refused_with_one_sentence(
     with pytest.raises(HopelessLoadError, match=words) as caught:
         build_engine(engine_config(**fields), lambda what, share: None)
     assert "\n" not in str(caught.value)
+
+
+def test_a_cache_that_memory_cannot_hold_is_refused_with_the_figures(parts: EngineParts):
+    with pytest.raises(
+        LoadError, match=r"does not fit: of .* GiB .* weights take 0\.5 GiB"
+    ) as caught:
+        build_engine(engine_config(memory_share=0.01), lambda what, share: None)
+    assert not isinstance(caught.value, HopelessLoadError)
+    assert "--memory-share" in str(caught.value)

@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedModel
 
+    from workers.engine.memory_plan import MemoryPlan
     from workers.engine.model_runner import ModelRunner
     from workers.engine.step_log import StepSink
 
@@ -68,8 +69,7 @@ HOPELESS = (
     ValueError,
 )
 """Only a person can put these right. Networks, disks and devices may get better by themselves."""
-CACHE_SHARE = 0.4
-"""Of the device's memory: the most that a KV cache takes by default."""
+DEFAULT_MEMORY_SHARE = 0.9
 
 
 @dataclass(frozen=True)
@@ -81,6 +81,8 @@ class EngineConfig:
     device: Literal["tpu", "cpu", "cuda"] = "tpu"
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
     max_rows: int = DEFAULT_ROWS
+    max_step_tokens: int | None = None
+    memory_share: float = DEFAULT_MEMORY_SHARE
     num_blocks: int | None = None
     block_len: int = DEFAULT_BLOCK_LEN
     context_len: int | None = None
@@ -97,6 +99,8 @@ class EngineConfig:
             device=config.device,
             dtype=config.dtype,
             max_rows=config.max_rows or DEFAULT_ROWS,
+            max_step_tokens=config.max_step_tokens,
+            memory_share=config.memory_share or DEFAULT_MEMORY_SHARE,
             num_blocks=config.num_blocks,
             block_len=config.block_len or DEFAULT_BLOCK_LEN,
             context_len=config.context_len,
@@ -151,11 +155,12 @@ class _Builder:
         from workers.engine.scheduler import Scheduler, SchedulerConfig
 
         tokens = read_tokenizer(self._local.path)
+        limits = SchedulerConfig(self._ladder, max_step_tokens=self._config.max_step_tokens)
         runner, num_blocks = self._runner()
         pool = BlockPool(num_blocks)
         parts = EngineParts(
             runner=runner,
-            scheduler=Scheduler(SchedulerConfig(self._ladder), pool),
+            scheduler=Scheduler(limits, pool),
             pool=pool,
             tokenizer=Tokenizer.from_str(tokens.tokenizer_json.decode()),
             block_len=self._config.block_len,
@@ -181,8 +186,7 @@ class _Builder:
         attention.register()
         model = self._load(attention.ATTENTION_NAME)
         shapes = discover_cache_shapes(model)
-        per_block = self._config.block_len * sum(s.bytes_per_token(model.dtype) for s in shapes)
-        num_blocks = self._num_blocks(per_block)
+        num_blocks = self._num_blocks(model, [s.bytes_per_token(model.dtype) for s in shapes])
         compiler = ProgramCompiler(
             self._device, self._identity(model, num_blocks), self._config.compile_cache_dir
         )
@@ -209,24 +213,46 @@ class _Builder:
         chosen: torch.dtype = getattr(torch, "bfloat16" if name == "auto" else name)
         return chosen
 
-    def _num_blocks(self, bytes_per_block: int) -> int:
-        """Room for every row's whole context if memory allows it, and for one at least."""
-        one = -(-self._ladder.max_context // self._config.block_len)
+    def _num_blocks(self, model: "PreTrainedModel", layer_bytes: list[int]) -> int:
+        """Room for every row's whole context if memory allows it, and for one at least.
+
+        `layer_bytes` are what each layer keeps of a token.
+        """
+        from workers.engine.memory_plan import GIB
+
+        block_len = self._config.block_len
         if self._config.num_blocks is not None:
-            if self._config.num_blocks < -(-self._context_len // self._config.block_len):
+            if self._config.num_blocks < -(-self._context_len // block_len):
                 raise HopelessLoadError(
-                    f"{self._config.num_blocks} blocks of {self._config.block_len} tokens do not "
+                    f"{self._config.num_blocks} blocks of {block_len} tokens do not "
                     f"hold one request of {self._context_len} tokens: raise --num-blocks or lower "
                     "--context-len"
                 )
             return self._config.num_blocks + 1
-        most = int(self._device.memory_bytes * CACHE_SHARE) // bytes_per_block
+        one = -(-self._ladder.max_context // block_len)
+        plan = self._memory_plan(model, max(layer_bytes))
+        block_bytes = block_len * sum(layer_bytes)
+        most = plan.cache // block_bytes - 1
         if most < one:
             raise LoadError(
-                f"the KV cache of one request of {self._context_len} tokens does not fit into "
-                f"{CACHE_SHARE:.0%} of the device's memory: lower --context-len"
+                f"the KV cache of one request of {self._context_len} tokens takes "
+                f"{one * block_bytes / GIB:.1f} GiB and does not fit: {plan}: lower --context-len "
+                "or --max-rows, or raise --memory-share"
             )
-        return min(self._ladder.max_rows * one, most) + 1
+        # Whole contexts: the number is part of the kept programs' names, and free memory varies.
+        return min(self._ladder.max_rows, most // one) * one + 1
+
+    def _memory_plan(self, model: "PreTrainedModel", kv_bytes: int) -> "MemoryPlan":
+        from workers.engine.memory_plan import MemoryPlan, programs_bytes, weights_bytes
+
+        plan = MemoryPlan(
+            self._device.memory_bytes,
+            self._config.memory_share,
+            weights_bytes(model),
+            programs_bytes(model, self._ladder, kv_bytes, self._info.vocab_size),
+        )
+        log.info("Memory: %s.", plan)
+        return plan
 
     def _identity(self, model: "PreTrainedModel", num_blocks: int) -> dict[str, object]:
         return {
