@@ -1,14 +1,20 @@
 """Keys open what their role may do, are kept as hashes only, and stop working when they are revoked."""
 
+import contextlib
 import re
 import resource
 import stat
+from collections.abc import Iterator
 
 import httpx
 
 from gateway.domain.accounts.services import KEY_PREFIX
-from tests.fakes.gateway import ADMIN_KEY, GatewayUnderTest, assert_error
+from tests.conftest import StartWorker
+from tests.fakes.gateway import ADMIN_KEY, GatewayUnderTest, assert_error, chat_body, script_header
+from tests.fakes.wire import GatewayPeer
 from tests.integration.conftest import StartGateway
+from workers.engine.scripted import HANG
+from workers.protocol import PAYLOAD_FIELD, GenerateRequest, decode
 
 KEYS = "/admin/api/keys"
 
@@ -127,3 +133,27 @@ def test_a_database_that_cannot_grow(start_gateway: StartGateway):
     assert gateway.client.post(KEYS, json={"name": "x"}).status_code == 201
     for secret in ("a-telling-name", "INSERT", "Traceback"):
         assert secret not in gateway.output
+
+
+def test_requests_tell_workers_whose_they_are(
+    start_gateway: StartGateway, start_worker: StartWorker, peer: GatewayPeer
+):
+    """Rows are shared fairly between keys, and no key can tell from times what another one asked."""
+    start_worker("a")
+    gateway = start_gateway()
+    gateway.wait_for_ready()
+    made = gateway.client.post(KEYS, json={"name": "ci"}).json()
+    ids = [key["id"] for key in gateway.client.get(KEYS).json()["data"]]
+    answers: list[Iterator[bytes]] = []  # an iterator that is let go hangs up
+    with contextlib.ExitStack() as stack:
+        for key in (ADMIN_KEY, made["key"]):
+            headers = {"authorization": f"Bearer {key}", **script_header(["go ", HANG])}
+            body = chat_body(stream=True, fair_key="mine", cache_salt="mine")
+            url = gateway.url + "/v1/chat/completions"
+            answer = httpx.stream("POST", url, json=body, headers=headers)
+            answers.append(stack.enter_context(answer).iter_bytes())
+            next(answers[-1])
+        payloads = [fields[PAYLOAD_FIELD] for _, fields in peer.redis.xrange(peer.stream)]
+    requests = [decode(GenerateRequest, payload) for payload in payloads]
+    assert [request.fair_key for request in requests] == ids
+    assert [request.cache_salt for request in requests] == ids

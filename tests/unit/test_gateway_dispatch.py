@@ -3,12 +3,20 @@
 from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from gateway.dispatch import Dispatcher, Job
 from gateway.errors import AnswerLostError, ClientGoneError, RequestTimeoutError
 from gateway.settings import GatewaySettings
-from workers.protocol import FinishReason, GenerateRequest, OutputDelta, SamplingParams, Usage
+from workers.protocol import (
+    FinishReason,
+    GenerateRequest,
+    OutputDelta,
+    SamplingParams,
+    TokenLogprobs,
+    Usage,
+)
 
 NOBODY: frozenset[str] = frozenset()
 
@@ -128,6 +136,16 @@ async def test_an_empty_delta_commits_to_nothing(dispatcher: Dispatcher):
     exchange.offer("new", delta(0, "x"))
     exchange.check_producer(frozenset({"new"}))
     assert list(texts(await job.take(1))) == [None, "x"]
+
+
+@pytest.mark.parametrize("name", ["logprobs", "prompt_logprobs"])
+async def test_log_probabilities_without_text_are_sent_too(dispatcher: Dispatcher, name: str):
+    job = job_of(dispatcher, streaming=True)
+    exchange = job.exchanges[0]
+    scores = (TokenLogprobs(1, -0.5),)
+    exchange.offer("old", msgspec.structs.replace(delta(0, ""), **{name: scores}))
+    await job.take(1)
+    assert exchange.committed
 
 
 async def test_the_end_of_a_whole_answer_is_noticed_before_it_is_waited_for(
