@@ -24,7 +24,7 @@ from torchtpu.environment import DeviceSettings
 from torchtpu.errors import DeviceMissingError
 from torchtpu.memory import available_memory_bytes, keep_freed_memory
 from torchtpu.pjrt_cpu.build import build_shim
-from torchtpu.pjrt_cpu.plugin import choose_plugin, load_shim
+from torchtpu.pjrt_cpu.plugin import LoadedShim, choose_plugin, load_shim
 from torchtpu.selftest import run_self_test
 
 VERSIONED_PACKAGES = ("torch", "torch-tpu", "libtpu", "jax", "transformers")
@@ -97,10 +97,13 @@ def _bring_up_tpu(threads: int | None, settings: DeviceSettings) -> Device:
     if settings.tpu_platform == "libtpu" and num_chips == 0:
         raise DeviceMissingError("TPUGATE_TPU_PLATFORM is libtpu, but this machine has no TPU.")
     versions = package_versions()
+    has_kernels = False
     if num_chips:
         environment.apply(environment.plain_variables())
     else:
-        versions["pjrt-cpu-api"] = _prepare_xla_cpu(threads, settings)
+        shim = _prepare_xla_cpu(threads, settings)
+        versions["pjrt-cpu-api"] = shim.pjrt_version
+        has_kernels = shim.has_kernels
     torch = _load_torch_tpu(num_chips or 1)
     memory = (_chip_memory_bytes() if num_chips else 0) or available_memory_bytes()
     return Device(
@@ -110,11 +113,12 @@ def _bring_up_tpu(threads: int | None, settings: DeviceSettings) -> Device:
         num_chips=num_chips or 1,
         memory_bytes=memory,
         versions=types.MappingProxyType(versions),
+        has_native_attention=has_kernels,
     )
 
 
-def _prepare_xla_cpu(threads: int | None, settings: DeviceSettings) -> str:
-    """Make TorchTPU find XLA:CPU when it is imported. Returns the plugin's API version."""
+def _prepare_xla_cpu(threads: int | None, settings: DeviceSettings) -> LoadedShim:
+    """Make TorchTPU find XLA:CPU when it is imported."""
     shim = build_shim(settings.cache_dir)
     plugin = choose_plugin(settings, shim)
     environment.apply(

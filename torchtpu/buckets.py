@@ -35,11 +35,6 @@ class PrefillShape:
     segments: int
     segment_len: int
 
-    @property
-    def cost(self) -> float:
-        """In tokens: the run, and the attention grid by what a place of it costs."""
-        return self.tokens + ATTENTION_SHARE * self.segments * self.segment_len
-
     def cut(self, waiting: Sequence[int]) -> list[int]:
         """How many of the `waiting` tokens of each request fit, in order; none for the last ones."""
         lengths: list[int] = []
@@ -99,6 +94,8 @@ class BucketLadder:
     contexts: tuple[int, ...]
     """For decode, tokens, rising; the last one is the model's context length."""
     mixed_contexts: tuple[int, ...]
+    place_cost: float = ATTENTION_SHARE
+    """What a place of the attention grid costs, in tokens; a kernel has no grid: 0."""
 
     def __post_init__(self) -> None:
         for name in ("rows", "mixed_rows", "contexts", "mixed_contexts"):
@@ -152,7 +149,8 @@ class BucketLadder:
         fitting = [shape for shape in self.prefill if shape.segment_len <= self.max_context]
 
         def worth(shape: PrefillShape) -> tuple[float, float]:
-            return sum(shape.cut(waiting)) / (shape.cost + overhead_tokens), -shape.cost
+            cost = shape.tokens + self.place_cost * shape.segments * shape.segment_len
+            return sum(shape.cut(waiting)) / (cost + overhead_tokens), -cost
 
         return max(fitting, key=worth)
 
@@ -164,13 +162,28 @@ def _at_least(sizes: Iterable[int], need: int, what: str) -> int:
     raise ValueError(f"no bucket holds {need} {what}")
 
 
-def default_ladder(max_rows: int, context_len: int) -> BucketLadder:
-    """Doubling rows and contexts, and 96, because most chats are short. `max_rows` is rounded up to a multiple of 8, `context_len` to 128."""
+def default_ladder(max_rows: int, context_len: int, *, has_kernel: bool = False) -> BucketLadder:
+    """The sizes that serve most loads well. `max_rows` is rounded up to a multiple of 8, `context_len` to 128.
+
+    A kernel (`has_kernel`) reads each token's own context and no more, so that one context serves all.
+    Without it the shortest one is 96, because most chats are short.
+    """
     top_rows = -(-max(max_rows, MIN_ROWS) // MIN_ROWS) * MIN_ROWS
     top_context = -(-context_len // 128) * 128
     rows = tuple(n for n in (8, 16, 32, 64, 128) if n < top_rows) + (top_rows,)
-    contexts = tuple(n for n in (96, 128, 256, 512, 1024) if n < top_context) + (top_context,)
-    mixed_contexts = tuple(n for n in (128, 512) if n < top_context) + (top_context,)
+    if has_kernel:
+        return BucketLadder(
+            rows=rows,
+            mixed_rows=rows,
+            prefill=tuple(
+                PrefillShape(tokens, SEGMENT_SAMPLES, tokens)
+                for tokens in (32, 64, 128, 256)
+                if tokens <= top_context
+            ),
+            contexts=(top_context,),
+            mixed_contexts=(top_context,),
+            place_cost=0.0,
+        )
     shapes = [
         PrefillShape(tokens=48, segments=2, segment_len=48),
         PrefillShape(tokens=128, segments=4, segment_len=64),
@@ -181,6 +194,6 @@ def default_ladder(max_rows: int, context_len: int) -> BucketLadder:
         rows=rows,
         mixed_rows=tuple(dict.fromkeys((MIN_ROWS, top_rows))),
         prefill=tuple(shape for shape in shapes if shape.segment_len <= top_context),
-        contexts=contexts,
-        mixed_contexts=mixed_contexts,
+        contexts=tuple(n for n in (96, 128, 256, 512, 1024) if n < top_context) + (top_context,),
+        mixed_contexts=tuple(n for n in (128, 512) if n < top_context) + (top_context,),
     )

@@ -35,6 +35,7 @@ import torch
 from torch import Tensor
 
 from torchtpu.device import Device
+from torchtpu.environment import processor_flags
 
 log = logging.getLogger(__name__)
 
@@ -319,14 +320,6 @@ def _machine_identity(device: Device) -> dict[str, object]:
     """XLA:CPU makes code for the processor it runs on, so that belongs to the key there."""
     identity: dict[str, object] = {"platform": device.platform, "versions": dict(device.versions)}
     if device.platform == "xla-cpu":
-        identity["processor"] = _processor_flags()
+        identity["processor"] = processor_flags()
         identity["threads"] = torch.get_num_threads()
     return identity
-
-
-def _processor_flags() -> str:
-    cpuinfo = Path("/proc/cpuinfo")
-    if not cpuinfo.exists():
-        return "unknown"
-    lines = cpuinfo.read_text().splitlines()
-    return next((line for line in lines if line.startswith(("flags", "Features"))), "unknown")

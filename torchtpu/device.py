@@ -30,6 +30,8 @@ class Device:
     memory_bytes: int
     # Versions of all that takes part in compiling and computing: cache keys are made of these.
     versions: Mapping[str, str]
+    # Whether the operation of `torchtpu.ops.native_attention` runs here.
+    has_native_attention: bool = False
 
     @property
     def is_xla(self) -> bool:

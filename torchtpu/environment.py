@@ -201,3 +201,12 @@ def find_on_path(names: tuple[str, ...]) -> Path | None:
     import shutil
 
     return next((Path(found) for name in names if (found := shutil.which(name))), None)
+
+
+def processor_flags() -> str:
+    """What this processor can do, in the words of /proc/cpuinfo: code made for it runs where it is equal."""
+    cpuinfo = Path("/proc/cpuinfo")
+    if not cpuinfo.exists():
+        return "unknown"
+    lines = cpuinfo.read_text().splitlines()
+    return next((line for line in lines if line.startswith(("flags", "Features"))), "unknown")

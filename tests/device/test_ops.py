@@ -11,7 +11,8 @@ from torch import Tensor
 
 from torchtpu.compiler import Program, ProgramCompiler
 from torchtpu.device import Device
-from torchtpu.ops import attention, sampling
+from torchtpu.ops import attention, native_attention, sampling
+from torchtpu.ops.native_attention import Kernel
 
 # Attention: a flat row of 3 decode rows, one of them padding, 2 segments of up to 4 tokens, 2 of padding.
 BLOCK_LEN = 4
@@ -66,31 +67,46 @@ def flat_slots() -> list[int]:
     return [slots_of(p[0], [p[1]])[0] if p else 0 for p in token_places()]
 
 
-def paged(**options: object) -> Callable[..., tuple[Tensor, ...]]:
+@pytest.fixture(params=["matmul", "native"])
+def kernel(request: pytest.FixtureRequest, tpu_device: Device) -> Kernel | None:
+    """Both forms of attention answer to the same tests."""
+    if request.param == "matmul":
+        return None
+    assert tpu_device.has_native_attention
+    return native_attention.kernel()
+
+
+def paged(kernel: Kernel | None, **options: object) -> Callable[..., tuple[Tensor, ...]]:
     """The operation as a step function: query, key, value, sinks, key cache, value cache."""
 
     def attend(query: Tensor, key: Tensor, value: Tensor, sinks: Tensor, *caches: Tensor):
         fields = {k: v for k, v in options.items() if k != "sinks"}
         if options.get("sinks"):
             fields["s_aux"] = sinks
-        with attention.bound_step(step_tensors(caches[:1], caches[1:])):
+        tensors = step_tensors(caches[:1], caches[1:], kernel)
+        with attention.bound_step(tensors):
             layer = SimpleNamespace(layer_idx=0)
             out, _ = attention.paged_attention(layer, query, key, value, None, **fields)
-        return out, *caches
+        return out, *tensors.keys, *tensors.values
 
     return attend
 
 
-def paged_twice(query: Tensor, key: Tensor, value: Tensor, sinks: Tensor, *caches: Tensor):
+def paged_twice(kernel: Kernel | None) -> Callable[..., tuple[Tensor, ...]]:
     """Two layers of one step; how many key heads each has is seen in its cache."""
-    outs = []
-    with attention.bound_step(step_tensors(caches[:2], caches[2:])):
-        for index in range(2):
-            kv_heads = caches[index].shape[0] // (NUM_BLOCKS * BLOCK_LEN)
-            layer = SimpleNamespace(layer_idx=index)
-            pair = key[:, :kv_heads], value[:, :kv_heads]
-            outs.append(attention.paged_attention(layer, query, *pair, None)[0])
-    return *outs, *caches
+
+    def attend(query: Tensor, key: Tensor, value: Tensor, sinks: Tensor, *caches: Tensor):
+        outs = []
+        tensors = step_tensors(caches[:2], caches[2:], kernel)
+        with attention.bound_step(tensors):
+            for index in range(2):
+                kv_heads = caches[index].shape[0] // (NUM_BLOCKS * BLOCK_LEN)
+                layer = SimpleNamespace(layer_idx=index)
+                pair = key[:, :kv_heads], value[:, :kv_heads]
+                outs.append(attention.paged_attention(layer, query, *pair, None)[0])
+        return *outs, *tensors.keys, *tensors.values
+
+    return attend
 
 
 def split_twice(results: tuple[Tensor, ...]) -> tuple[list[Tensor], list[list[Tensor]]]:
@@ -99,25 +115,30 @@ def split_twice(results: tuple[Tensor, ...]) -> tuple[list[Tensor], list[list[Te
     return list(outs), [list(pair) for pair in zip(keys, values, strict=True)]
 
 
-def step_tensors(keys: Sequence[Tensor], values: Sequence[Tensor]) -> attention.StepTensors:
+def step_tensors(
+    keys: Sequence[Tensor], values: Sequence[Tensor], kernel: Kernel | None
+) -> attention.StepTensors:
     device = keys[0].device
     num_rows, num_prompt = len(ROW_POSITIONS), NUM_TOKENS - len(ROW_POSITIONS)
     positions = torch.tensor([place[1] if place else 0 for place in token_places()], device=device)
     firsts = torch.tensor([0, SEGMENT_LENS[0]], device=device)
     grid = (firsts[:, None] + torch.arange(SEGMENT_LEN, device=device)).clamp(max=num_prompt - 1)
     places = [p * SEGMENT_LEN + i for p, n in enumerate(SEGMENT_LENS) for i in range(n)]
+    tables = [num_rows + place // SEGMENT_LEN for place in places]
     places += [0] * (num_prompt - len(places))
+    tables += [0] * (num_prompt - len(tables))
     return attention.StepTensors(
         keys=list(keys),
         values=list(values),
         slots=torch.tensor(flat_slots(), device=device),
-        row_blocks=torch.tensor(ROW_BLOCKS, device=device),
-        row_positions=positions[:num_rows, None],
+        positions=positions,
+        tables=torch.tensor(ROW_BLOCKS + SEGMENT_BLOCKS, device=device),
+        token_tables=torch.tensor([*range(num_rows), *tables], device=device),
+        num_rows=num_rows,
         grid_tokens=grid,
         grid_places=torch.tensor(places, device=device),
-        grid_positions=positions[num_rows:][grid],
-        segment_blocks=torch.tensor(SEGMENT_BLOCKS, device=device),
         block_len=BLOCK_LEN,
+        kernel=kernel,
     )
 
 
@@ -169,22 +190,25 @@ def tensors() -> list[Tensor]:
     ids=str,
 )
 def test_paged_attention_is_attention_over_the_tokens_of_the_blocks(
-    compiled: Callable[..., Program], tensors: list[Tensor], options: dict[str, object]
+    compiled: Callable[..., Program],
+    tensors: list[Tensor],
+    kernel: Kernel | None,
+    options: dict[str, object],
 ):
-    function = paged(**options)
+    function = paged(kernel, **options)
     out, *caches = compiled(function, tensors, donated=(4, 5))([t.clone() for t in tensors])
     plain = {**options, "s_aux": tensors[3]} if options.get("sinks") else options
     check_attention(tensors[0], out, caches, KV_HEADS, plain)
 
 
 def test_layers_may_have_other_numbers_of_key_heads(
-    compiled: Callable[..., Program], tensors: list[Tensor]
+    compiled: Callable[..., Program], tensors: list[Tensor], kernel: Kernel | None
 ):
     query, key, value, sinks, *caches = tensors
     narrow = [tensor[: tensor.shape[0] // KV_HEADS] for tensor in caches]
     for first, second in ((caches, narrow), (narrow, caches)):
         inputs = [query, key, value, sinks, first[0], second[0], first[1], second[1]]
-        program = compiled(paged_twice, inputs, donated=(4, 5, 6, 7))
+        program = compiled(paged_twice(kernel), inputs, donated=(4, 5, 6, 7))
         outs, after = split_twice(program([tensor.clone() for tensor in inputs]))
         for out, pair in zip(outs, after, strict=True):
             kv_heads = pair[0].shape[0] // (NUM_BLOCKS * BLOCK_LEN)
@@ -208,9 +232,9 @@ def check_attention(
 
 
 def test_a_step_writes_its_own_slots_and_the_trash_only(
-    compiled: Callable[..., Program], tensors: list[Tensor]
+    compiled: Callable[..., Program], tensors: list[Tensor], kernel: Kernel | None
 ):
-    _, *caches = compiled(paged(), tensors, donated=(4, 5))([t.clone() for t in tensors])
+    _, *caches = compiled(paged(kernel), tensors, donated=(4, 5))([t.clone() for t in tensors])
     for before, after, new in zip(tensors[4:], caches, tensors[1:3], strict=True):
         expected = before.view(KV_HEADS, NUM_BLOCKS * BLOCK_LEN, -1).clone()
         for index, slot in enumerate(flat_slots()):

@@ -85,15 +85,13 @@ class ToyRunner:
     def _compute(self, plan: StepPlan) -> list[int]:
         layout = BatchLayout(plan.bucket, self._block_len, self.max_rows)
         fields = layout.fields(layout.pack(plan))
-        segment_len = plan.bucket.prefill.segment_len
         tokens = [*self._newest[fields["newest_rows"]], *fields["prompt_tokens"]]
         # All tokens of a step are written before any is read.
         self._cache[fields["slots"]] = tokens
-        tables = list(fields["row_blocks"])
-        for place in fields["grid_places"]:
-            tables.append(fields["segment_blocks"][place // segment_len])
+        tables = fields["tables"][fields["token_tables"]]
         sampled = [
-            self._read(tables[t], fields["positions"][t] + 1) for t in fields["sample_tokens"]
+            self._read(tables[token], fields["positions"][token] + 1)
+            for token in fields["sample_tokens"]
         ]
         self._newest[fields["sample_rows"]] = sampled
         return sampled

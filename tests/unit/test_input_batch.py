@@ -59,12 +59,12 @@ def test_every_field_of_a_mixed_step():
         # Three rows, two tokens of one prompt, four of the other, one of padding.
         "positions": [8, 0, 0, 4, 5, 8, 9, 10, 11, 0],
         "slots": [12, 0, 0, 8, 9, 12, 13, 14, 15, 0],
-        "row_blocks": [[1, 2, 3, 0], [0] * 4, [0] * 4],
+        # Of each row, then of each segment. The long one holds six blocks; this bucket looks at four.
+        "tables": [[1, 2, 3, 0], [0] * 4, [0] * 4, [1, 2, 0, 0], [1, 2, 3, 4]],
+        "token_tables": [0, 0, 0, 3, 3, 4, 4, 4, 4, 0],
         "prompt_tokens": [5, 6, 18, 19, 20, 21, 0],
         "grid_places": [0, 1, 4, 5, 6, 7, 0],
         "segment_firsts": [0, 2],
-        # The long one holds six blocks, of which this bucket looks at four.
-        "segment_blocks": [[1, 2, 0, 0], [1, 2, 3, 4]],
         # The decode row itself, and the last token of the prompt that ends.
         "sample_tokens": [0, 0, 0, 4] + [0] * 7,
         "sample_rows": [5, TRASH_ROW, TRASH_ROW, 6] + [TRASH_ROW] * 7,

@@ -37,7 +37,7 @@ from torchtpu.pjrt_cpu.plugin import load_shim
 shim, plugin = Path(sys.argv[1]), Path(sys.argv[2])
 environment.apply(environment.xla_cpu_variables(shim, plugin, threads=1))
 try:
-    print(load_shim(shim))
+    print(load_shim(shim).pjrt_version)
 except PluginRejectedError as error:
     sys.exit(f"refused: {error}")
 """

@@ -9,18 +9,22 @@ over its own blocks, and every segment gathers its blocks once for all of its to
 step see each other: two requests that share a prefix may even compute and read it in the same step.
 Segments lie without gaps in the flat row; only here are they spread over a grid of P lines of L places.
 
-The products are explicit matmuls with a float32 softmax. TorchTPU's own flash attention becomes a
-custom call that XLA:CPU does not have; on a TPU a ragged paged attention kernel takes this place behind
-the same function. Grouped queries are reshaped, keys are never repeated.
+Two forms give the same answers. Where the device has a kernel (`torchtpu.ops.native_attention`), it reads
+keys and values where they lie. Everywhere else the products are explicit matmuls with a float32 softmax
+over gathered blocks: TorchTPU's own flash attention becomes a custom call that XLA:CPU does not have.
+Grouped queries are reshaped, keys are never repeated.
 """
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from torchtpu.ops.native_attention import Kernel
 
 ATTENTION_NAME = "tpugate_paged"
 MASKED = -1e30
@@ -30,27 +34,28 @@ MASKED = -1e30
 @dataclass(frozen=True)
 class StepTensors:
     """What the attention of one step needs beside q, k and v; R rows, T prompt tokens,
-    P segments of at most L of them, S context."""
+    P segments of at most L of them, S context. Indices are int64."""
 
     keys: list[Tensor]
-    """Per layer [kv_heads · slots, head_dim]; written in place."""
+    """Per layer [kv_heads · slots, head_dim]; written in place or replaced."""
     values: list[Tensor]
     slots: Tensor
-    """[R + T] int64: where each token's key and value go; padding goes to the trash block 0."""
-    row_blocks: Tensor
-    """[R, S / block_len] int64."""
-    row_positions: Tensor
-    """[R, 1] int64: a row sees keys 0 … its own position."""
+    """[R + T]: where each token's key and value go; padding goes to the trash block 0."""
+    positions: Tensor
+    """[R + T]: a token sees keys 0 … its own position."""
+    tables: Tensor
+    """[R + P, S / block_len]: the blocks of each row, then of each segment."""
+    token_tables: Tensor
+    """[R + T]: the table of each token."""
+    num_rows: int
     grid_tokens: Tensor
-    """[P, L] int64: the prompt token of each place; any one where a segment has no more."""
+    """[P, L]: the prompt token of each place; any one where a segment has no more."""
     grid_places: Tensor
-    """[T] int64: the place of each prompt token, p · L + l; 0 for padding."""
-    grid_positions: Tensor
-    """[P, L] int64."""
-    segment_blocks: Tensor
-    """[P, S / block_len] int64."""
+    """[T]: the place of each prompt token, p · L + l; 0 for padding."""
     block_len: int
-    shared: dict[object, Tensor] = field(default_factory=dict)
+    kernel: Kernel | None = None
+    """Instead of the matmul form."""
+    shared: dict[object, Any] = field(default_factory=dict)
     """What layers have in common: traced once a step, not once a layer."""
 
     def places(self, kv_heads: int, cache: Tensor) -> Tensor:
@@ -60,6 +65,34 @@ class StepTensors:
             first = torch.arange(kv_heads, device=self.slots.device) * num_slots
             self.shared[kv_heads] = (first[:, None] + self.slots).flatten()
         return self.shared[kv_heads]
+
+    def grid_positions(self) -> Tensor:
+        """[P, L]."""
+        if "grid_positions" not in self.shared:
+            self.shared["grid_positions"] = self.positions[self.num_rows :][self.grid_tokens]
+        return self.shared["grid_positions"]
+
+    def indices(self) -> list[Tensor]:
+        """Slots, positions, tables and the tables' tokens, as the kernel takes them."""
+        if "indices" not in self.shared:
+            fields = (self.slots, self.positions, self.tables, self.token_tables)
+            self.shared["indices"] = [field.int() for field in fields]
+        return self.shared["indices"]
+
+    def options(self, scale: float, softcap: float | None, window: int | None) -> Tensor:
+        """A layer's numbers, as the kernel takes them."""
+        numbers = (float(self.block_len), scale, softcap or 0.0, float(window or 0))
+        if numbers not in self.shared:
+            # A tensor made from a list would be a constant on another device in the traced graph.
+            self.shared[numbers] = torch.cat(
+                [torch.full((1,), number, device=self.slots.device) for number in numbers]
+            )
+        return self.shared[numbers]
+
+    def no_sinks(self, heads: int) -> Tensor:
+        if "no_sinks" not in self.shared:
+            self.shared["no_sinks"] = torch.full((heads,), -torch.inf, device=self.slots.device)
+        return self.shared["no_sinks"]
 
     def hidden(self, positions: Tensor, context: int, window: int | None) -> Tensor:
         """[B, 1, L, S] bool for queries [B, L]: keys after the query, or out of its window."""
@@ -111,20 +144,11 @@ def paged_attention(  # noqa: PLR0913 -- transformers' signature
     assert step is not None, "paged attention runs inside bound_step only"
     index = module.layer_idx
     assert isinstance(index, int)
-    keys, values = step.keys[index], step.values[index]
-    places = step.places(key.shape[1], keys)
-    keys[places] = key[0].reshape(-1, key.shape[-1])
-    values[places] = value[0].reshape(-1, value.shape[-1])
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    layer = _Layer(step, keys, values, key.shape[1], scale, sliding_window, softcap, s_aux)
-    num_rows = step.row_positions.shape[0]
-    flat = query[0].transpose(0, 1)  # [N, heads, dim]
-    outputs = layer.attend(flat[:num_rows, None], step.row_blocks, step.row_positions).flatten(0, 1)
-    if step.grid_tokens.numel():
-        grid = flat[num_rows:][step.grid_tokens]
-        answers = layer.attend(grid, step.segment_blocks, step.grid_positions)
-        outputs = torch.cat([outputs, answers.flatten(0, 1)[step.grid_places]])
-    return outputs[None], None
+    layer = _Layer(step, index, key.shape[1], scale, sliding_window, softcap, s_aux)
+    tokens = [heads[0].transpose(0, 1) for heads in (query, key, value)]  # [N, heads, dim]
+    answers = layer.attend_natively(*tokens) if step.kernel else layer.attend(*tokens)
+    return answers[None], None
 
 
 @dataclass(frozen=True)
@@ -132,19 +156,48 @@ class _Layer:
     """One layer's cache, and how it scores: what transformers passes to the attention function."""
 
     step: StepTensors
-    keys: Tensor
-    values: Tensor
+    index: int
     kv_heads: int
     scale: float
     sliding_window: int | None
     softcap: float | None
     sinks: Tensor | None
 
-    def attend(self, query: Tensor, blocks: Tensor, positions: Tensor) -> Tensor:
+    def attend_natively(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """query [N, heads, dim], key and value [N, kv_heads, dim]; gives [N, heads, value_dim]."""
+        step, index = self.step, self.index
+        assert step.kernel is not None
+        inputs = [query, key, value, step.keys[index], step.values[index]]
+        options = step.options(self.scale, self.softcap, self.sliding_window)
+        sinks = step.no_sinks(query.shape[1]) if self.sinks is None else self.sinks.float()
+        answers, step.keys[index], step.values[index] = step.kernel(
+            *(tensor.contiguous() for tensor in inputs), *step.indices(), sinks, options
+        )
+        return answers
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """The same with matmuls."""
+        step, num_rows = self.step, self.step.num_rows
+        keys, values = step.keys[self.index], step.values[self.index]
+        places = step.places(self.kv_heads, keys)
+        keys[places] = key.transpose(0, 1).reshape(-1, key.shape[-1])
+        values[places] = value.transpose(0, 1).reshape(-1, value.shape[-1])
+        positions = step.positions[:num_rows, None]
+        answers = self._attend(query[:num_rows, None], step.tables[:num_rows], positions)
+        if not step.grid_tokens.numel():
+            return answers.flatten(0, 1)
+        # What lies behind a segment's end in its line of the grid is computed and never fetched.
+        grid, positions = query[num_rows:][step.grid_tokens], step.grid_positions()
+        on_grid = self._attend(grid, step.tables[num_rows:], positions)
+        return torch.cat([answers.flatten(0, 1), on_grid.flatten(0, 1)[step.grid_places]])
+
+    def _attend(self, query: Tensor, blocks: Tensor, positions: Tensor) -> Tensor:
         """query [B, L, heads, dim], blocks [B, S / block_len], positions [B, L]; gives [B, L, heads, value_dim]."""
+        step = self.step
         batch, length, heads, dim = query.shape
-        group, context = heads // self.kv_heads, blocks.shape[1] * self.step.block_len
-        keys, values = self._gather(self.keys, blocks), self._gather(self.values, blocks)
+        group, context = heads // self.kv_heads, blocks.shape[1] * step.block_len
+        keys = self._gather(step.keys[self.index], blocks)
+        values = self._gather(step.values[self.index], blocks)
         # Each key head serves its group of query heads in one product.
         q = query.reshape(batch, length, self.kv_heads, group, dim).permute(2, 0, 3, 1, 4)
         q = q.reshape(self.kv_heads * batch, group * length, dim)
@@ -152,7 +205,7 @@ class _Layer:
         if self.softcap is not None:
             scores = self.softcap * torch.tanh(scores / self.softcap)
         scores = scores.view(self.kv_heads, batch, group, length, context)
-        hidden = self.step.hidden(positions, context, self.sliding_window)
+        hidden = step.hidden(positions, context, self.sliding_window)
         scores = scores.masked_fill(hidden, MASKED)
         weights = _softmax(scores, self.sinks).to(values.dtype)
         weights = weights.view(self.kv_heads * batch, group * length, context)

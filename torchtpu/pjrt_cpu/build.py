@@ -1,4 +1,4 @@
-"""Builds the PJRT shim from its C source, once for each source and compiler."""
+"""Builds the PJRT shim and its kernels from C, once for each source, compiler and processor."""
 
 import hashlib
 import os
@@ -6,13 +6,16 @@ import subprocess
 import tempfile
 from pathlib import Path
 
-from torchtpu.environment import find_on_path
+from torchtpu.environment import find_on_path, processor_flags
 from torchtpu.errors import NoCompilerError, ShimBuildError
 
-SOURCE = Path(__file__).with_name("shim.c")
+FOLDER = Path(__file__).parent
+SOURCES = (FOLDER / "shim.c", FOLDER / "attention.c")
+HEADERS = (FOLDER / "xla_ffi.h",)
 COMPILERS = ("cc", "gcc", "clang")
-_FLAGS = ("-O2", "-std=gnu11", "-fPIC", "-shared", "-fvisibility=hidden")
-_LIBRARIES = ("-ldl", "-lpthread")
+_FLAGS = ("-O3", "-std=gnu11", "-fPIC", "-shared", "-fvisibility=hidden", "-Wno-psabi")
+_NATIVE = "-march=native"
+_LIBRARIES = ("-ldl", "-lpthread", "-lm")
 _COMPILE_TIMEOUT_S = 120
 
 
@@ -40,11 +43,9 @@ def build_shim(cache_dir: Path) -> Path:
     """
     compiler = find_compiler()
     key = hashlib.sha256()
-    for part in (
-        SOURCE.read_bytes(),
-        compiler_version(compiler).encode(),
-        " ".join(_FLAGS).encode(),
-    ):
+    # Made for this processor: a cache folder may be shared by machines of several kinds.
+    about_tools = (compiler_version(compiler), " ".join(_FLAGS), processor_flags())
+    for part in (*(path.read_bytes() for path in SOURCES + HEADERS), *map(str.encode, about_tools)):
         key.update(hashlib.sha256(part).digest())
     target = cache_dir / "pjrt_cpu" / f"shim-{key.hexdigest()[:16]}.so"
     if _is_whole(target):
@@ -53,7 +54,7 @@ def build_shim(cache_dir: Path) -> Path:
         target.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=target.parent) as folder:
             built = Path(folder) / "shim.so"
-            _run([str(compiler), *_FLAGS, str(SOURCE), "-o", str(built), *_LIBRARIES])
+            _compile(compiler, built)
             digest = Path(folder) / "digest"
             digest.write_text(_digest(built), encoding="ascii")
             os.replace(digest, _digest_file(target))
@@ -63,6 +64,15 @@ def build_shim(cache_dir: Path) -> Path:
             f"The PJRT shim cannot be kept in {target.parent}: {error}."
         ) from error
     return target
+
+
+def _compile(compiler: Path, target: Path) -> None:
+    command = [str(compiler), *_FLAGS, *map(str, SOURCES), "-o", str(target), *_LIBRARIES]
+    try:
+        _run([*command, _NATIVE])
+    except ShimBuildError:
+        # Some compilers do not know the processor they run on.
+        _run(command)
 
 
 def _is_whole(shim: Path) -> bool:

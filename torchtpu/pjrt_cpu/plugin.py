@@ -13,7 +13,7 @@ import importlib.util
 import signal
 import subprocess
 import sys
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from torchtpu.environment import DeviceSettings, child_environment
@@ -110,11 +110,18 @@ def _try(settings: DeviceSettings, plugin: Path) -> None:
     raise PluginRejectedError(reason)
 
 
-def load_shim(shim: Path) -> str:
+@dataclass(frozen=True)
+class LoadedShim:
+    pjrt_version: str
+    has_kernels: bool
+    """Whether the plugin takes our custom calls."""
+
+
+def load_shim(shim: Path) -> LoadedShim:
     """Load the shim into this process, with the plugin its environment names, for its verdict.
 
     Call after `environment.apply` and before TorchTPU gets the same library: it does not survive a
-    refusal. Returns the PJRT API version of the plugin. Raises PluginRejectedError.
+    refusal. Raises PluginRejectedError.
     """
     try:
         library = ctypes.CDLL(str(shim))
@@ -124,4 +131,7 @@ def load_shim(shim: Path) -> str:
     reason = library.tpugate_pjrt_error()
     if reason:
         raise PluginRejectedError(f"The PJRT CPU plugin was refused: {reason.decode()}.")
-    return f"0.{int(library.tpugate_pjrt_minor())}"
+    return LoadedShim(
+        pjrt_version=f"0.{int(library.tpugate_pjrt_minor())}",
+        has_kernels=bool(library.tpugate_pjrt_has_kernels()),
+    )

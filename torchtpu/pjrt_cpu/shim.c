@@ -7,6 +7,8 @@
  *   OutputMemoryKinds   the plugin does not implement it; every output lies in "device" memory
  *   extension list      one extension more: the topology of a single chip with a single core
  *
+ * A plugin that takes custom calls also gets ours: what a Pallas kernel is on a TPU, attention.c is here.
+ *
  * Only what these need is declared here, so no XLA header is needed to build. PJRT promises that a struct grows at its
  * end within a major version; every struct says how long it is, and that is checked before a field is read or written.
  * Nothing aborts: a plugin that does not fit makes GetPjrtApi return NULL, with the reason on stderr and in
@@ -20,6 +22,8 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+
+#include "xla_ffi.h"
 
 #define PLUGIN_VARIABLE "TPUGATE_PJRT_PLUGIN"
 #define SUPPORTED_MAJOR 0
@@ -294,6 +298,41 @@ static void add_topology(Api *api) {
   api->extensions = &topology.base;
 }
 
+/* ---- Custom calls ---- */
+
+enum { FFI_EXTENSION_TYPE = 5 };
+
+typedef struct {
+  size_t struct_size;
+  const char *name;
+  size_t name_size;
+  FfiHandler *handler;
+  const char *platform;
+  size_t platform_size;
+  int traits;
+} RegisterArgs;
+
+typedef struct {
+  Extension base;
+  void *types_and_user_data[2];
+  Error *(*register_handler)(RegisterArgs *);
+} FfiRegistry;
+
+static int has_kernels;
+
+static void register_kernels(const Api *api) {
+  for (const Extension *at = api->extensions; at; at = at->next) {
+    const FfiRegistry *registry = (const FfiRegistry *)at;
+    if (at->type != FFI_EXTENSION_TYPE || at->struct_size < END_OF(FfiRegistry, register_handler)) continue;
+    static const char name[] = "tpugate_paged_attention", platform[] = "Host";
+    RegisterArgs args = {.struct_size = END_OF(RegisterArgs, traits)};
+    args.name = name, args.name_size = sizeof name - 1, args.handler = tpugate_paged_attention;
+    args.platform = platform, args.platform_size = sizeof platform - 1;
+    has_kernels = !registry->register_handler(&args);
+    return;
+  }
+}
+
 /* ---- Loading ---- */
 
 static int fits(const char *path, const Api *api) {
@@ -344,6 +383,7 @@ static void load(void) {
   copy->client_create = client_create;
   copy->output_memory_kinds = output_memory_kinds;
   add_topology(copy);
+  register_kernels(api);
   plugin = api;
   patched = copy;
 }
@@ -364,4 +404,10 @@ __attribute__((visibility("default"))) const char *tpugate_pjrt_error(void) {
 __attribute__((visibility("default"))) int tpugate_pjrt_minor(void) {
   pthread_once(&once, load);
   return plugin ? plugin->version.minor : -1;
+}
+
+/* Returns 1 if the plugin takes our custom calls, see xla_ffi.h; else 0. */
+__attribute__((visibility("default"))) int tpugate_pjrt_has_kernels(void) {
+  pthread_once(&once, load);
+  return has_kernels;
 }

@@ -138,7 +138,11 @@ class _Builder:
         self._config, self._device, self._local, self._progress = config, device, local, progress
         self._info: ModelInfo = read_info(local.path)
         context_len = min(config.context_len or DEFAULT_CONTEXT_LEN, self._info.context_len)
-        self._ladder = config.ladder or default_ladder(config.max_rows, context_len)
+        # The kernel computes in bfloat16 and float32.
+        self._has_kernel = device.has_native_attention and config.dtype != "float16"
+        self._ladder = config.ladder or default_ladder(
+            config.max_rows, context_len, has_kernel=self._has_kernel
+        )
         self._context_len = min(context_len, self._ladder.max_context)
         for context in (*self._ladder.contexts, *self._ladder.mixed_contexts):
             if context % config.block_len:
@@ -180,7 +184,7 @@ class _Builder:
 
     def _runner(self) -> "tuple[ModelRunner, int]":
         from torchtpu.compiler import ProgramCompiler
-        from torchtpu.ops import attention
+        from torchtpu.ops import attention, native_attention
         from workers.engine.model_runner import ModelRunner, RunnerConfig, discover_cache_shapes
 
         attention.register()
@@ -191,12 +195,18 @@ class _Builder:
             self._device, self._identity(model, num_blocks), self._config.compile_cache_dir
         )
         config = RunnerConfig(
-            self._ladder, num_blocks, self._config.block_len, self._info.vocab_size
+            self._ladder,
+            num_blocks,
+            self._config.block_len,
+            self._info.vocab_size,
+            native_attention.kernel() if self._has_kernel else None,
         )
         return ModelRunner(self._device, model, shapes, compiler, config), num_blocks
 
     def _load(self, attention_name: str) -> "PreTrainedModel":
-        options = LoadOptions(attention_name, experts_implementation="batched_mm")
+        options = LoadOptions(
+            attention_name, experts_implementation="batched_mm", context_len=self._context_len
+        )
         return load_model(
             self._local.path,
             self._dtype(),
@@ -261,6 +271,7 @@ class _Builder:
             "block_len": self._config.block_len,
             "num_blocks": num_blocks,
             "max_rows": self._ladder.max_rows,
+            "native_attention": self._has_kernel,
             "source": _source_digest(),
         }
 

@@ -4,7 +4,7 @@ The same layout packs on the host (numpy) and unpacks inside the traced program 
 offsets), so the two cannot drift apart. N = R + T tokens make one flat row:
 
     flat row   [ R decode rows | segment 0 | segment 1 | … | padding ]      T prompt tokens
-    packed     [ newest_rows R | positions N | slots N | row_blocks R·n | prompt_tokens T | … ]
+    packed     [ newest_rows R | positions N | slots N | tables (R + P)·n | token_tables N | … ]
 
 Padding points at block 0 and at the trash row, which nothing reads.
 """
@@ -42,13 +42,14 @@ class BatchLayout:
             "positions": (self.bucket.num_tokens,),
             # Where each token's key and value go.
             "slots": (self.bucket.num_tokens,),
-            "row_blocks": (rows, blocks),
+            # The blocks of each row, then of each segment, and which of these a token looks at.
+            "tables": (rows + prefill.segments, blocks),
+            "token_tables": (self.bucket.num_tokens,),
             "prompt_tokens": (prefill.tokens,),
             # Each prompt token's place in the attention grid, segment * segment_len + offset.
             "grid_places": (prefill.tokens,),
             # Where each segment begins in the run of prompt tokens.
             "segment_firsts": (prefill.segments,),
-            "segment_blocks": (prefill.segments, blocks),
             # The tokens of the flat row that get logits, and where each sampled token goes; only a
             # finished prefill and a decode row have a place.
             "sample_tokens": (self.bucket.num_samples,),
@@ -96,7 +97,8 @@ class BatchLayout:
         fields["positions"][index] = row.position
         block, offset = divmod(row.position, self.block_len)
         fields["slots"][index] = blocks[block] * self.block_len + offset
-        fields["row_blocks"][index, : len(blocks)] = blocks
+        fields["tables"][index, : len(blocks)] = blocks
+        fields["token_tables"][index] = index
         fields["sample_tokens"][index] = index
         fields["sample_rows"][index] = sequence.row
 
@@ -107,7 +109,7 @@ class BatchLayout:
         sequence, rows = segment.sequence, self.bucket.rows
         start, end, last = segment.start, segment.start + segment.length, first + segment.length
         # A long prompt holds blocks beyond what this bucket looks at.
-        blocks = np.asarray(sequence.table.blocks[: fields["segment_blocks"].shape[1]], np.int32)
+        blocks = np.asarray(sequence.table.blocks[: fields["tables"].shape[1]], np.int32)
         positions = np.arange(start, end, dtype=np.int32)
         place = index * self.bucket.prefill.segment_len
         fields["prompt_tokens"][first:last] = sequence.token_ids[start:end]
@@ -117,7 +119,8 @@ class BatchLayout:
         )
         fields["grid_places"][first:last] = np.arange(place, place + segment.length)
         fields["segment_firsts"][index] = first
-        fields["segment_blocks"][index, : len(blocks)] = blocks
+        fields["tables"][rows + index, : len(blocks)] = blocks
+        fields["token_tables"][rows + first : rows + last] = rows + index
         if segment.samples:
             fields["sample_tokens"][rows + index] = rows + last - 1
             fields["sample_rows"][rows + index] = sequence.row

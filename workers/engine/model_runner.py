@@ -20,6 +20,7 @@ from torchtpu.compiler import CompileCounters, Program, ProgramCompiler
 from torchtpu.device import Device
 from torchtpu.memory import return_freed_memory
 from torchtpu.ops import attention, sampling
+from torchtpu.ops.native_attention import Kernel
 from workers.engine.input_batch import BatchLayout, pack_sampling
 from workers.engine.outputs import Draw, StepPlan
 
@@ -50,6 +51,8 @@ class RunnerConfig:
     block_len: int
     vocab_size: int
     """Width of the logits."""
+    kernel: Kernel | None = None
+    """Attention of its own, where the device has one."""
 
 
 @dataclass(frozen=True)
@@ -149,7 +152,8 @@ class ModelRunner:
 
     def _start_step(self, bucket: Bucket) -> "Future[Program]":
         layout = self.layout(bucket)
-        step = make_step(self._model, self._weight_names, len(self._cache_shapes), layout)
+        num_layers, kernel = len(self._cache_shapes), self._config.kernel
+        step = make_step(self._model, self._weight_names, num_layers, layout, kernel)
         donated = list(range(1, 2 + len(self._cache)))
         inputs = self._inputs(StepPlan(bucket, [], []))
         return self._compiler.start(f"step-{bucket.name}", step, inputs, donated)
@@ -197,7 +201,11 @@ class ModelRunner:
 
 
 def make_step(
-    model: "PreTrainedModel", weight_names: list[str], num_layers: int, layout: BatchLayout
+    model: "PreTrainedModel",
+    weight_names: list[str],
+    num_layers: int,
+    layout: BatchLayout,
+    kernel: Kernel | None = None,
 ) -> Callable[..., tuple[Tensor, ...]]:
     """The step function of one bucket, to be traced and compiled.
 
@@ -210,7 +218,7 @@ def make_step(
         caches, weights = rest[: 2 * num_layers], rest[2 * num_layers :]
         inputs = _unpack(packed, layout)
         tokens = torch.cat([newest[inputs["newest_rows"]], inputs["prompt_tokens"]])
-        tensors = _step_tensors(inputs, layout, caches, num_layers)
+        tensors = _step_tensors(inputs, layout, caches, kernel)
         with attention.bound_step(tensors):
             output = torch.func.functional_call(
                 model,
@@ -228,7 +236,7 @@ def make_step(
         logits = output.logits[0]
         greedy = sampling.argmax(logits)
         newest[inputs["sample_rows"]] = greedy
-        return greedy, logits, newest, *caches
+        return greedy, logits, newest, *tensors.keys, *tensors.values
 
     return step
 
@@ -256,24 +264,25 @@ def _unpack(packed: Tensor, layout: BatchLayout) -> dict[str, Tensor]:
 
 
 def _step_tensors(
-    inputs: dict[str, Tensor], layout: BatchLayout, caches: tuple[Tensor, ...], num_layers: int
+    inputs: dict[str, Tensor],
+    layout: BatchLayout,
+    caches: tuple[Tensor, ...],
+    kernel: Kernel | None,
 ) -> attention.StepTensors:
-    rows, prefill = layout.bucket.rows, layout.bucket.prefill
-    positions = inputs["positions"]
-    # What lies behind a segment's end in its line of the grid is computed and never fetched.
-    ahead = torch.arange(prefill.segment_len, device=positions.device)
-    grid = (inputs["segment_firsts"][:, None] + ahead).clamp(max=max(prefill.tokens - 1, 0))
+    prefill, firsts = layout.bucket.prefill, inputs["segment_firsts"]
+    ahead = torch.arange(prefill.segment_len, device=firsts.device)
     return attention.StepTensors(
-        keys=list(caches[:num_layers]),
-        values=list(caches[num_layers:]),
+        keys=list(caches[: len(caches) // 2]),
+        values=list(caches[len(caches) // 2 :]),
         slots=inputs["slots"],
-        row_blocks=inputs["row_blocks"],
-        row_positions=positions[:rows, None],
-        grid_tokens=grid,
+        positions=inputs["positions"],
+        tables=inputs["tables"],
+        token_tables=inputs["token_tables"],
+        num_rows=layout.bucket.rows,
+        grid_tokens=(firsts[:, None] + ahead).clamp(max=max(prefill.tokens - 1, 0)),
         grid_places=inputs["grid_places"],
-        grid_positions=positions[rows:][grid],
-        segment_blocks=inputs["segment_blocks"],
         block_len=layout.block_len,
+        kernel=kernel,
     )
 
 
