@@ -123,8 +123,9 @@ INLINE const char *block_at(const Job *job, const Span *span, int64_t position, 
   return cache + (kv_head * job->num_slots + block * job->block_len) * row;
 }
 
+/* Into the second level: the first one has too few places for lines on their way. */
 INLINE void prefetch(const char *block, int64_t size) {
-  for (int64_t at = 0; at < size; at += 64) __builtin_prefetch(block + at);
+  for (int64_t at = 0; at < size; at += 64) __builtin_prefetch(block + at, 0, 2);
 }
 
 /* Scores of the keys from … to of a block; q are n scaled query heads of dim floats. */
@@ -172,18 +173,13 @@ INLINE void blend(const Job *job, const Span *span, const float *weights, const 
   Lanes sums[GROUP][CHUNK];
   for (int g = 0; g < n; g++)
     for (int i = 0; i < parts; i++) sums[g][i] = (Lanes){};
-  const char *block = block_at(job, span, span->base, kv_head, job->values, row);
   for (int64_t at = span->base; at <= span->last; at += block_len) {
-    const char *here = block;
-    if (at + block_len <= span->last) {
-      block = block_at(job, span, at + block_len, kv_head, job->values, row);
-      prefetch(block, block_len * row);
-    }
+    const char *block = block_at(job, span, at, kv_head, job->values, row);
     const int64_t from = at < span->first ? span->first - at : 0;
     const int64_t to = span->last + 1 - at < block_len ? span->last + 1 - at : block_len;
     for (int64_t j = from; j < to; j++) {
       Lanes value[CHUNK];
-      for (int i = 0; i < parts; i++) value[i] = load(here + j * row + (c + i * LANES) * width(type), type);
+      for (int i = 0; i < parts; i++) value[i] = load(block + j * row + (c + i * LANES) * width(type), type);
       for (int g = 0; g < n; g++)
         for (int i = 0; i < parts; i++) sums[g][i] += weights[g * span->stride + at - span->base + j] * value[i];
     }
@@ -209,6 +205,7 @@ static void blend_one(const Job *job, const Span *span, const float *weights, co
 
 INLINE void attend(const Job *job, int64_t token, int64_t kv_head, int64_t head, int n, float *scratch, int type) {
   const int64_t dim = job->dim, block_len = job->block_len, row = dim * width(type);
+  const int64_t value_row = job->value_dim * width(type);
   Span span = {.last = job->positions[token], .table = job->tables + job->token_tables[token] * job->table_len};
   if (job->window > 0 && span.last >= job->window) span.first = span.last + 1 - job->window;
   span.base = span.first / block_len * block_len;
@@ -223,6 +220,7 @@ INLINE void attend(const Job *job, int64_t token, int64_t kv_head, int64_t head,
       block = block_at(job, &span, at + block_len, kv_head, job->keys, row);
       prefetch(block, block_len * row);
     }
+    prefetch(block_at(job, &span, at, kv_head, job->values, value_row), block_len * value_row);
     const int64_t from = at < span.first ? span.first - at : 0;
     const int64_t to = span.last + 1 - at < block_len ? span.last + 1 - at : block_len;
     score_block(job, q, n, here, from, to, scores + at - span.base, span.stride, type);
