@@ -22,6 +22,7 @@ from workers.protocol import (
     GATEWAY_TTL_S,
     MODELS_SET,
     REQUEST_GROUP,
+    WAITING_CONSUMER,
     WORKERS_SET,
     ModelCard,
     WorkerState,
@@ -180,7 +181,7 @@ class Directory:
         for index, model in enumerate(models):
             length, pending = replies[2 * index], replies[2 * index + 1]
             # The group does not exist before the first worker starts.
-            claimed = 0 if isinstance(pending, ResponseError) else int(pending["pending"])
+            claimed = 0 if isinstance(pending, ResponseError) else _num_claimed(pending)
             depths[model] = QueueDepth(num_requests=int(length), num_claimed=claimed)
         self.depths = depths
 
@@ -202,6 +203,16 @@ class Directory:
         if old is not None and card.digest and old.card.digest == card.digest:
             return ServedModel(card=card, tokenizer=old.tokenizer, template=old.template)
         return await asyncio.to_thread(_build, card)
+
+
+def _num_claimed(pending: dict[str, Any]) -> int:
+    """Of a summary of XPENDING: what workers have, without what is set aside for its turn."""
+    waiting = sum(
+        int(consumer["pending"])
+        for consumer in pending["consumers"]
+        if consumer["name"] == WAITING_CONSUMER.encode()
+    )
+    return int(pending["pending"]) - waiting
 
 
 def unknown_model(model: str) -> UnknownModelError:

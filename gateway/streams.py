@@ -24,6 +24,7 @@ from gateway.errors import UnavailableError
 from workers.protocol import (
     PAYLOAD_FIELD,
     REQUEST_GROUP,
+    WAITING_CONSUMER,
     AbortRequest,
     GenerateRequest,
     StepDeltas,
@@ -212,6 +213,7 @@ def _add_abort(pipe: Pipeline, sha: str, abort: _Abort) -> None:
         encode(AbortRequest(abort.request_id)),
         abort.entry_id,
         REQUEST_GROUP,
+        WAITING_CONSUMER,
     )
 
 

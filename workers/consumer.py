@@ -18,6 +18,7 @@ from workers.link import BLOCK_S
 from workers.protocol import (
     PAYLOAD_FIELD,
     REQUEST_GROUP,
+    WAITING_CONSUMER,
     AbortRequest,
     aborts_stream,
     decode,
@@ -25,8 +26,6 @@ from workers.protocol import (
     worker_key,
 )
 
-RETURNED = "returned"
-"""The consumer that holds entries given back; it never has a status key, so others take them at once."""
 ABORTS_LOOK_BACK_S = 60
 """A starting worker also reads the aborts of the last minute: it may take over older requests."""
 ABORTS_BATCH = 1_000
@@ -43,6 +42,8 @@ class RequestQueue:
         self._redis = redis
         self._worker_id = worker_id
         self.stream = requests_stream(model)
+        self._backlog = redis.register_script(_script("backlog.lua"))
+        self._take = redis.register_script(_script("take.lua"))
         self._reclaim = redis.register_script(_script("reclaim.lua"))
         self._leave = redis.register_script(_script("leave.lua"))
 
@@ -53,6 +54,29 @@ class RequestQueue:
         except ResponseError as error:
             if not str(error).startswith("BUSYGROUP"):
                 raise
+
+    async def backlog(self, count: int) -> list[bytes]:
+        """Ids of the oldest entries that no worker has, at most `count`; they stay everybody's."""
+        ids: Any = await self._backlog(
+            keys=[self.stream], args=[REQUEST_GROUP, WAITING_CONSUMER, count]
+        )
+        return list(ids)
+
+    async def peek(self, entry_ids: Sequence[bytes]) -> list[bytes | None]:
+        """The payloads of entries; None for those that are gone."""
+        async with self._redis.pipeline(transaction=False) as pipe:
+            for entry_id in entry_ids:
+                pipe.xrange(self.stream, entry_id, entry_id)
+            replies = await pipe.execute()
+        return [reply[0][1].get(PAYLOAD_FIELD, b"") if reply else None for reply in replies]
+
+    async def take(self, entry_ids: Sequence[bytes]) -> list[Entry]:
+        """Claim entries of the backlog; those that another worker took meanwhile are left out."""
+        taken: Any = await self._take(
+            keys=[self.stream],
+            args=[REQUEST_GROUP, self._worker_id, WAITING_CONSUMER, *entry_ids],
+        )
+        return [Entry(*entry) for entry in taken]
 
     async def read(self, count: int) -> list[Entry]:
         """At most `count` new entries; waits up to `BLOCK_S` for the first."""
@@ -65,14 +89,15 @@ class RequestQueue:
     async def reclaim(self, count: int) -> list[Entry]:
         """Take over at most `count` entries from workers that are gone."""
         taken: Any = await self._reclaim(
-            keys=[self.stream], args=[REQUEST_GROUP, self._worker_id, count, worker_key("")]
+            keys=[self.stream],
+            args=[REQUEST_GROUP, self._worker_id, count, worker_key(""), WAITING_CONSUMER],
         )
-        return [Entry(entry_id, payload, deliveries) for entry_id, payload, deliveries in taken]
+        return [Entry(*entry) for entry in taken]
 
     async def give_back(self, entry_ids: Sequence[bytes]) -> None:
         """Let other workers have these entries at once; nothing was sent for them."""
         await self._redis.xclaim(
-            self.stream, REQUEST_GROUP, RETURNED, 0, list(entry_ids), justid=True
+            self.stream, REQUEST_GROUP, WAITING_CONSUMER, 0, list(entry_ids), justid=True
         )
 
     async def drop(self, entry_id: bytes) -> None:

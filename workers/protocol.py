@@ -19,6 +19,8 @@ import msgspec
 
 PROTOCOL_VERSION = 1
 REQUEST_GROUP = "workers"
+WAITING_CONSUMER = "waiting"
+"""The group's consumer of entries that no worker has: seen and left for their turn, or given back."""
 HEARTBEAT_INTERVAL_S = 1.0
 HEARTBEAT_TTL_S = 5.0
 """A worker whose status key is gone for this long is dead: its requests are claimed by others."""

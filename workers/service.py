@@ -20,6 +20,7 @@ from typing import Any
 
 import msgspec
 
+from workers.backlog import Backlog, choose
 from workers.claims import Claim, Claims, Entry
 from workers.config import WorkerConfig, sentence
 from workers.consumer import AbortFeed, RequestQueue
@@ -68,6 +69,7 @@ class Service:
         self._config = config
         self._redis = connect(config.redis_url)
         self._queue = RequestQueue(self._redis, config.served_name, config.worker_id)
+        self._backlog = Backlog(self._queue)
         self._aborts = AbortFeed(self._redis, config.served_name)
         self._publisher = Publisher(self._redis, self._queue.stream, config.worker_id)
         self._heartbeat = Heartbeat(self._redis, self._status)
@@ -175,11 +177,22 @@ class Service:
                     await self._settle_pending(is_first=is_first)
                     is_first, is_linked = False, True
                     patience.reset()
-                for entry in await self._queue.read(self._claims.num_free):
-                    await self._take(entry)
+                if not await self._take_turn():
+                    for entry in await self._queue.read(self._claims.num_free):
+                        await self._take(entry)
             except OUTAGE as error:
                 is_linked = False
                 await patience.pause(error)
+
+    async def _take_turn(self) -> bool:
+        """Take of what waits already as much as there is room for; False if nothing waits."""
+        waiting = await self._backlog.look()
+        running = [claim.request for claim in self._claims.all()]
+        chosen = choose(waiting, running, self._claims.num_free, self._recent_aborts)
+        if chosen:
+            for entry in await self._queue.take([head.entry_id for head in chosen]):
+                await self._take(entry)
+        return bool(waiting)
 
     async def _settle_pending(self, *, is_first: bool) -> None:
         """What Redis counts as read by this worker but this worker never saw.

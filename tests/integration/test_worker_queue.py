@@ -62,9 +62,37 @@ async def test_what_is_given_back_is_taken_at_once_and_not_counted_as_a_failure(
     payloads(peer, 2)
     entries = await owner.read(10)
     await owner.give_back([entry.entry_id for entry in entries])
-    taken = await other.reclaim(10)
-    assert [entry.entry_id for entry in taken] == [entry.entry_id for entry in entries]
-    assert {entry.num_deliveries for entry in taken} == {2}
+    given = [entry.entry_id for entry in entries]
+    assert await other.reclaim(10) == []
+    assert await other.backlog(10) == given
+    taken = await other.take(given)
+    assert [entry.entry_id for entry in taken] == given
+    assert {entry.num_deliveries for entry in taken} == {1}
+
+
+async def test_what_nobody_has_read_waits_for_its_turn_and_is_taken_once(
+    peer: GatewayPeer, client: Redis
+):
+    one, other = await queue_of(client, "one"), await queue_of(client, "other")
+    made = payloads(peer, 5)
+    ids = await one.backlog(3)
+    assert await other.backlog(3) == ids
+    assert await other.backlog(10) == await one.backlog(10)
+    assert await one.peek(ids) == made[:3]
+    shares = await asyncio.gather(one.take(ids[1:]), other.take(ids[:2]))
+    assert sorted(entry.entry_id for share in shares for entry in share) == ids
+    assert len(await one.backlog(10)) == 2
+
+
+async def test_a_waiting_entry_that_was_deleted_is_not_taken(peer: GatewayPeer, client: Redis):
+    queue = await queue_of(client, "a")
+    payloads(peer, 2)
+    gone, there = await queue.backlog(10)
+    await client.xdel(queue.stream, gone)
+    assert await queue.peek([gone]) == [None]
+    assert [entry.entry_id for entry in await queue.take([gone, there])] == [there]
+    assert await queue.backlog(10) == []
+    assert (await client.xpending(queue.stream, "workers"))["pending"] == 1
 
 
 async def test_a_gone_workers_entry_that_was_deleted_is_not_taken(peer: GatewayPeer, client: Redis):

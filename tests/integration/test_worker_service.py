@@ -166,6 +166,48 @@ def test_a_full_worker_does_not_read(peer: GatewayPeer, start_worker: Start):
     assert_nothing_left(peer)
 
 
+def test_rows_go_to_keys_in_turn_and_not_to_whoever_asked_first(
+    peer: GatewayPeer, start_worker: Start
+):
+    start_worker("a", max_rows="2", **SLOW)
+    many = [peer.enqueue(WORDS, fair_key="many") for _ in range(60)]
+    peer.wait_for_end(many[0])
+    one = peer.enqueue(WORDS, fair_key="one")
+    urgent = peer.enqueue(WORDS, fair_key="many", priority=-1)
+    peer.wait_for_end(one)
+    peer.wait_for_end(urgent)
+    assert sum(bool(peer.heard[i]) for i in many) < 30
+    for request_id in many:
+        assert peer.text(request_id) == "one two three"
+    assert_nothing_left(peer)
+
+
+def test_two_workers_share_a_backlog(peer: GatewayPeer, start_worker: Start):
+    ids = [peer.enqueue(WORDS, fair_key=str(index % 3)) for index in range(60)]
+    for name in ("a", "b"):
+        start_worker(name, max_rows="2", **SLOW)
+    heard = [peer.wait_for_end(i) for i in ids]
+    assert {h.worker_id for answer in heard for h in answer} == {"a", "b"}
+    assert all(len({h.worker_id for h in answer}) == 1 for answer in heard)
+    assert_nothing_left(peer)
+
+
+def test_what_is_over_before_its_turn_takes_no_row(peer: GatewayPeer, start_worker: Start):
+    start_worker("a", max_rows="1", **SLOW)
+    first = peer.enqueue(LONG)
+    peer.wait_for_start(first)
+    waiting = [peer.enqueue(LONG) for _ in range(5)]
+    aborted = peer.enqueue(WORDS)
+    late = peer.enqueue(WORDS, deadline_s=time.time() + 0.01)
+    peer.abort(aborted)
+    assert ending(peer, aborted) is FinishReason.ABORT
+    assert peer.wait_for_end(late)[-1].delta.error == EXPIRED
+    assert not peer.heard[waiting[-1]]
+    for request_id in (first, *waiting):
+        peer.wait_for_end(request_id)
+    assert_nothing_left(peer)
+
+
 def test_an_abort_frees_the_slot_of_a_running_request(peer: GatewayPeer, start_worker: Start):
     start_worker("a", max_rows="1")
     held = peer.enqueue([b"begun ", HANG])
