@@ -9,6 +9,8 @@ import sys
 from pathlib import Path
 from types import TracebackType
 
+SERVE = ("-P", "-m", "cli.main", "serve")
+"""Arguments of Python."""
 STOP_S = 30.0
 PR_SET_PDEATHSIG = 1
 _libc = ctypes.CDLL(None)

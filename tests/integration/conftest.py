@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.fakes.gateway import GatewayUnderTest
+from tests.fakes.model_server import ModelServer
 from tests.fakes.processes import WorkerUnderTest
 from tests.fakes.valkey import OwnValkey
 
@@ -42,3 +43,14 @@ def start_gateway(redis_url: str, tmp_path: Path) -> Iterator[StartGateway]:
     yield start
     for gateway in gateways:
         gateway.kill()
+
+
+@pytest.fixture(scope="session")
+def model_server(
+    tmp_path_factory: pytest.TempPathFactory, smollm2_dir: Path
+) -> Iterator[ModelServer]:
+    """A real model behind a gateway: one for all tests, as its start takes long."""
+    served = ModelServer(tmp_path_factory.mktemp("model"))
+    with served.process:
+        served.wait_for_ready()
+        yield served

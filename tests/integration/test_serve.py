@@ -14,17 +14,10 @@ import httpx
 import pytest
 import redis
 
-from tests.fakes.processes import ProcessUnderTest
+from tests.fakes.gateway import free_port
+from tests.fakes.processes import SERVE, ProcessUnderTest
 from tests.fakes.wire import wait_until
 from workers.protocol import WorkerStatus, decode, worker_key
-
-SERVE = ("-P", "-m", "cli.main", "serve")
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 class Serve:
