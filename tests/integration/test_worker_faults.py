@@ -109,8 +109,8 @@ async def test_a_failed_engine_ends_its_requests_with_an_error_and_the_process_w
     config = config_for(redis_url, "b")
     serving = asyncio.create_task(run_worker(config, engine_factory(config)))
     assert await asyncio.to_thread(peer.text, ids[2]) == "abc"
-    serving.cancel()
-    await asyncio.gather(serving, return_exceptions=True)
+    os.kill(os.getpid(), signal.SIGTERM)
+    assert await serving == 0
 
 
 @pytest.mark.parametrize(
