@@ -21,6 +21,7 @@ COMMANDS = {
     "gateway": Command("cli.gateway:gateway", "Run one gateway process (for a cluster)."),
     "worker": Command("cli.worker:worker", "Run one worker process (for a cluster)."),
     "models": Command("cli.models:models", "List, fetch, show and remove models."),
+    "plan": Command("cli.plan:plan", "Compile for a TPU that is not here: does it fit?"),
     "doctor": Command("cli.doctor:doctor", "Report devices and versions, and what is missing."),
 }
 

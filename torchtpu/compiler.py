@@ -10,7 +10,7 @@ every step. These roads lead to a program; the first that works on this machine 
     COMPILED  torch.compile(backend="tpu") alone: copies every donated input at every step
     EAGER     the function itself, for the plain devices `cpu` and `cuda`, which update in place
 
-All of `torch_tpu._internal` that we use is behind this module.
+All of `torch_tpu._internal` that we use is behind this module and `torchtpu.ahead_of_time.capture`.
 """
 
 import contextlib
@@ -29,7 +29,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from functools import cache
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor
@@ -61,6 +61,18 @@ class CompileCounters:
 
     num_compiled: int = 0
     num_loaded: int = 0
+
+
+class StepCompiler(Protocol):
+    """What an engine asks for its programs: `ProgramCompiler`, or who only wants to see them."""
+
+    counters: CompileCounters
+
+    def start(
+        self, name: str, function: StepFunction, inputs: Sequence[Tensor], donated: Sequence[int]
+    ) -> "Future[Program]": ...
+
+    def total_compilations(self) -> int: ...
 
 
 class ProgramCompiler:
@@ -110,7 +122,7 @@ class ProgramCompiler:
             self.counters.num_loaded += 1
             return cast(Program, executable)
         with self._tracing:
-            graph = _trace(function, inputs)
+            graph = trace(function, inputs)
         executable = _static_compile(graph, inputs, donated)
         self.counters.num_compiled += 1
         self._store(key, executable)
@@ -225,7 +237,7 @@ def _works(road: Road, device: Device) -> bool:
 
     inputs = [torch.ones(8).to(device.torch_device) for _ in range(2)]
     if road is Road.DONATED:
-        program = cast(Program, _static_compile(_trace(add, inputs), inputs, [1]))
+        program = cast(Program, _static_compile(trace(add, inputs), inputs, [1]))
     else:
         program = _on_road(road, add, [1])
     two, cache = program(inputs)
@@ -238,7 +250,8 @@ def backend_compilations() -> int:
     return int(tpu._get_cache_misses()) if tpu is not None else 0
 
 
-def _trace(function: StepFunction, inputs: Sequence[Tensor]) -> torch.fx.GraphModule:
+def trace(function: StepFunction, inputs: Sequence[Tensor]) -> torch.fx.GraphModule:
+    """The function as a graph of operations, which nothing has computed."""
     from torch.fx.experimental.proxy_tensor import make_fx
 
     with torch.no_grad():

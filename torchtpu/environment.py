@@ -33,6 +33,10 @@ _LIBRARY_DIRS = ("/usr/lib/x86_64-linux-gnu", "/usr/lib64", "/usr/lib", "/usr/lo
 _DEFAULTS = {"TF_CPP_MIN_LOG_LEVEL": "2"}
 
 
+# What `xla_cpu_variables` may have put into this process's environment.
+_OURS_OF_XLA_CPU = frozenset({"TPU_LIBRARY_PATH", "TPUGATE_PJRT_PLUGIN", "XLA_FLAGS", "PJRT_NPROC"})
+
+
 @dataclass(frozen=True, slots=True)
 class DeviceSettings:
     """What the user chose about devices; see the table above."""
@@ -115,6 +119,31 @@ def xla_cpu_variables(
     if threads is not None:
         variables["PJRT_NPROC"] = str(threads)
     return variables
+
+
+def tpu_compiler_environment(printed: Path) -> dict[str, str]:
+    """The environment of a process that compiles with libtpu where there is no TPU.
+
+    The compiler writes the programs that it made to the folder `printed`, as text: reading them back
+    through JAX fails where its XLA is older than libtpu's.
+    """
+    flags = {
+        "xla_jf_dump_to": str(printed),
+        "xla_jf_dump_hlo_text": "true",
+        "xla_jf_dump_llo_text": "false",
+        "xla_jf_dump_category_filter": "basic",
+    }
+    variables = {k: v for k, v in os.environ.items() if k not in _OURS_OF_XLA_CPU}
+    return variables | {
+        "JAX_PLATFORMS": "cpu",
+        "LIBTPU_INIT_ARGS": " ".join(f"--{name}={value}" for name, value in flags.items()),
+        # No metadata server of a cloud machine to wait for, no neighbours.
+        "TPU_SKIP_MDS_QUERY": "1",
+        "TPU_WORKER_HOSTNAMES": "localhost",
+        # Two compilers at once would abort on a lock file.
+        "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+        "TF_CPP_MIN_LOG_LEVEL": "3",
+    }
 
 
 def apply(variables: Mapping[str, str]) -> None:

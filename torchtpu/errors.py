@@ -2,6 +2,7 @@
 
 TorchTpuError                   everything below; its text is one sentence for a user
 ├── SettingError                an environment variable of ours has a value that makes no sense
+├── AheadOfTimeError            the compiler of a TPU that is not here fails, or refuses a program
 └── DeviceError                 the chosen device cannot be used
     ├── EnvironmentConflictError    torch_tpu was imported before its environment was prepared
     ├── DeviceMissingError          no such device here, or the package that drives it is not installed
@@ -19,6 +20,10 @@ class TorchTpuError(Exception):
 
 class SettingError(TorchTpuError):
     """An environment variable holds a value that cannot be used."""
+
+
+class AheadOfTimeError(TorchTpuError):
+    """A program cannot be compiled for a TPU that is not here."""
 
 
 class DeviceError(TorchTpuError):

@@ -12,7 +12,7 @@ from torch import Tensor
 from torchtpu.compiler import Program, ProgramCompiler
 from torchtpu.device import Device
 from torchtpu.ops import attention, native_attention, sampling
-from torchtpu.ops.native_attention import Kernel
+from torchtpu.ops.attention import Kernel
 
 # Attention: a flat row of 3 decode rows, one of them padding, 2 segments of up to 4 tokens, 2 of padding.
 BLOCK_LEN = 4

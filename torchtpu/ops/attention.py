@@ -9,13 +9,14 @@ over its own blocks, and every segment gathers its blocks once for all of its to
 step see each other: two requests that share a prefix may even compute and read it in the same step.
 Segments lie without gaps in the flat row; only here are they spread over a grid of P lines of L places.
 
-Two forms give the same answers. Where the device has a kernel (`torchtpu.ops.native_attention`), it reads
-keys and values where they lie. Everywhere else the products are explicit matmuls with a float32 softmax
+Several forms give the same answers. Where the device has a kernel (`torchtpu.ops.native_attention` on
+XLA:CPU, `torchtpu.ops.packed_attention` on a TPU), it reads keys and values where they lie, and says how
+they lie. Everywhere else the products are explicit matmuls with a float32 softmax
 over gathered blocks: TorchTPU's own flash attention becomes a custom call that XLA:CPU does not have.
 Grouped queries are reshaped, keys are never repeated.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -24,11 +25,40 @@ import torch
 from torch import Tensor
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from torchtpu.ops.native_attention import Kernel
-
 ATTENTION_NAME = "tpugate_paged"
 MASKED = -1e30
 """Score of a key that must not be seen: finite, so that a row of padding does not become NaN."""
+
+
+@dataclass(frozen=True)
+class CacheShape:
+    """What one layer keeps of a token."""
+
+    key: tuple[int, int]
+    """(kv_heads, head_dim)"""
+    value: tuple[int, int]
+
+    def bytes_per_token(self, dtype: torch.dtype) -> int:
+        return (self.key[0] * self.key[1] + self.value[0] * self.value[1]) * dtype.itemsize
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """A device's own form of attention."""
+
+    name: str
+    attend: Callable[["Layer", Tensor, Tensor, Tensor], Tensor]
+    """Takes query [N, heads, dim], key and value [N, kv_heads, dim], puts keys and values into the
+    step's caches; gives [N, heads, value_dim]."""
+    cache_shapes: Callable[[Sequence[CacheShape], int], list[tuple[int, int]]]
+    """Of the layers' tensors for a number of slots: first `StepTensors.keys`, then, if it has them
+    apart, `StepTensors.values`."""
+
+
+def head_by_head(layers: Sequence[CacheShape], num_slots: int) -> list[tuple[int, int]]:
+    """Shapes of all key caches, then of all value caches."""
+    pairs = [layer.key for layer in layers] + [layer.value for layer in layers]
+    return [(kv_heads * num_slots, dim) for kv_heads, dim in pairs]
 
 
 @dataclass(frozen=True)
@@ -145,14 +175,14 @@ def paged_attention(  # noqa: PLR0913 -- transformers' signature
     index = module.layer_idx
     assert isinstance(index, int)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    layer = _Layer(step, index, key.shape[1], scale, sliding_window, softcap, s_aux)
+    layer = Layer(step, index, key.shape[1], scale, sliding_window, softcap, s_aux)
     tokens = [heads[0].transpose(0, 1) for heads in (query, key, value)]  # [N, heads, dim]
-    answers = layer.attend_natively(*tokens) if step.kernel else layer.attend(*tokens)
+    answers = step.kernel.attend(layer, *tokens) if step.kernel else layer.attend(*tokens)
     return answers[None], None
 
 
 @dataclass(frozen=True)
-class _Layer:
+class Layer:
     """One layer's cache, and how it scores: what transformers passes to the attention function."""
 
     step: StepTensors
@@ -163,20 +193,8 @@ class _Layer:
     softcap: float | None
     sinks: Tensor | None
 
-    def attend_natively(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """query [N, heads, dim], key and value [N, kv_heads, dim]; gives [N, heads, value_dim]."""
-        step, index = self.step, self.index
-        assert step.kernel is not None
-        inputs = [query, key, value, step.keys[index], step.values[index]]
-        options = step.options(self.scale, self.softcap, self.sliding_window)
-        sinks = step.no_sinks(query.shape[1]) if self.sinks is None else self.sinks.float()
-        answers, step.keys[index], step.values[index] = step.kernel(
-            *(tensor.contiguous() for tensor in inputs), *step.indices(), sinks, options
-        )
-        return answers
-
     def attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """The same with matmuls."""
+        """With matmuls: query [N, heads, dim], key and value [N, kv_heads, dim]; gives [N, heads, value_dim]."""
         step, num_rows = self.step, self.step.num_rows
         keys, values = step.keys[self.index], step.values[self.index]
         places = step.places(self.kv_heads, keys)

@@ -13,19 +13,36 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from torchtpu.ops.attention import Kernel, Layer, head_by_head
+
 TARGET = "tpugate_paged_attention"
 """Name of the custom call; the shim registers it with the plugin."""
 
-Kernel = Callable[..., tuple[Tensor, Tensor, Tensor]]
+Operation = Callable[..., tuple[Tensor, Tensor, Tensor]]
 """All bfloat16 or all float32: takes query [N, heads, dim], key [N, kv_heads, dim], value [N, kv_heads, value_dim]; keys and values
 [kv_heads · slots, dim]; slots [N], positions [N], tables [B, blocks], token_tables [N], all int32; sinks
 [heads] float32, -inf for none; options [4] float32: block length, scale, soft cap and window, 0 for none.
 Gives the answers [N, heads, value_dim], and keys and values with the new ones written in place."""
 
 
-@cache
 def kernel() -> Kernel:
-    """The operation; registered with torch at the first call."""
+    return Kernel("native", _attend, head_by_head)
+
+
+def _attend(layer: Layer, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    step, index = layer.step, layer.index
+    inputs = [query, key, value, step.keys[index], step.values[index]]
+    options = step.options(layer.scale, layer.softcap, layer.sliding_window)
+    sinks = step.no_sinks(query.shape[1]) if layer.sinks is None else layer.sinks.float()
+    answers, step.keys[index], step.values[index] = _operation()(
+        *(tensor.contiguous() for tensor in inputs), *step.indices(), sinks, options
+    )
+    return answers
+
+
+@cache
+def _operation() -> Operation:
+    """Registered with torch at the first call."""
     import jax
 
     def attend(  # noqa: PLR0913 -- the operands of the custom call
@@ -50,4 +67,4 @@ def kernel() -> Kernel:
     tpu: Any = torch.tpu  # type: ignore[attr-defined]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # it says that it is experimental
-        return cast(Kernel, tpu.pallas.jax_op(f"tpugate::{TARGET}", attend))
+        return cast(Operation, tpu.pallas.jax_op(f"tpugate::{TARGET}", attend))

@@ -46,6 +46,8 @@ if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedModel
 
+    from torchtpu.compiler import StepCompiler
+    from torchtpu.ops.attention import Kernel
     from workers.engine.memory_plan import MemoryPlan
     from workers.engine.model_runner import ModelRunner
     from workers.engine.step_log import StepSink
@@ -120,7 +122,7 @@ def build_engine(
         progress("starting the device", 0.0)
         device = bring_up(config.device)
         local = resolve(config.model, ModelSettings.from_environment(), _scaled(progress, 0, 0.1))
-        return _Builder(config, device, local, progress).build(sink)
+        return EngineBuilder(config, device, local, progress).build(sink)
     except HOPELESS as error:
         raise HopelessLoadError(str(error)) from error
     except (ModelError, TorchTpuError) as error:
@@ -129,7 +131,7 @@ def build_engine(
         raise LoadError(f"a file cannot be read or written: {error}") from error
 
 
-class _Builder:
+class EngineBuilder:
     """The steps of `build_engine` that share the device and the model's folder."""
 
     def __init__(
@@ -138,8 +140,9 @@ class _Builder:
         self._config, self._device, self._local, self._progress = config, device, local, progress
         self._info: ModelInfo = read_info(local.path)
         context_len = min(config.context_len or DEFAULT_CONTEXT_LEN, self._info.context_len)
-        # The kernel computes in bfloat16 and float32.
-        self._has_kernel = device.has_native_attention and config.dtype != "float16"
+        # The kernels compute in bfloat16 and float32.
+        has_kernel = device.has_native_attention or device.platform == "tpu"
+        self._has_kernel = has_kernel and config.dtype != "float16"
         self._ladder = config.ladder or default_ladder(
             config.max_rows, context_len, has_kernel=self._has_kernel
         )
@@ -183,35 +186,48 @@ class _Builder:
         return LoadedEngine(ModelEngine(parts), self._card(tokens))
 
     def _runner(self) -> "tuple[ModelRunner, int]":
-        from torchtpu.compiler import ProgramCompiler
-        from torchtpu.ops import attention, native_attention
+        from torchtpu.ops import attention
         from workers.engine.model_runner import ModelRunner, RunnerConfig, discover_cache_shapes
 
         attention.register()
         model = self._load(attention.ATTENTION_NAME)
         shapes = discover_cache_shapes(model)
         num_blocks = self._num_blocks(model, [s.bytes_per_token(model.dtype) for s in shapes])
-        compiler = ProgramCompiler(
-            self._device, self._identity(model, num_blocks), self._config.compile_cache_dir
-        )
+        compiler = self._compiler(self._identity(model, num_blocks))
         config = RunnerConfig(
             self._ladder,
             num_blocks,
             self._config.block_len,
             self._info.vocab_size,
-            native_attention.kernel() if self._has_kernel else None,
+            self._kernel(),
         )
         return ModelRunner(self._device, model, shapes, compiler, config), num_blocks
 
-    def _load(self, attention_name: str) -> "PreTrainedModel":
-        options = LoadOptions(
+    def _kernel(self) -> "Kernel | None":
+        from torchtpu.ops import native_attention, packed_attention
+
+        if not self._has_kernel:
+            return None
+        if self._device.platform == "tpu":
+            return packed_attention.kernel()
+        return native_attention.kernel()
+
+    def _compiler(self, identity: dict[str, object]) -> "StepCompiler":
+        from torchtpu.compiler import ProgramCompiler
+
+        return ProgramCompiler(self._device, identity, self._config.compile_cache_dir)
+
+    def _load_options(self, attention_name: str) -> LoadOptions:
+        return LoadOptions(
             attention_name, experts_implementation="batched_mm", context_len=self._context_len
         )
+
+    def _load(self, attention_name: str) -> "PreTrainedModel":
         return load_model(
             self._local.path,
             self._dtype(),
             self._device.torch_device,
-            options,
+            self._load_options(attention_name),
             _scaled(self._progress, 0.1, 0.2),
         )
 
@@ -299,9 +315,10 @@ class _Builder:
 def _source_digest() -> str:
     """Of the code that programs are traced from: a kept program of other code is not used."""
     from torchtpu import ops
-    from workers.engine import input_batch, model_runner
+    from workers.engine import input_batch, model_runner, step_weights
 
-    files = [Path(module.__file__ or "") for module in (input_batch, model_runner)]
+    modules = (input_batch, model_runner, step_weights)
+    files = [Path(module.__file__ or "") for module in modules]
     files += sorted(Path(ops.__file__ or "").parent.glob("*.py"))
     return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
 

@@ -16,31 +16,20 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from torchtpu.buckets import Bucket, BucketLadder
-from torchtpu.compiler import CompileCounters, Program, ProgramCompiler
+from torchtpu.compiler import CompileCounters, Program, StepCompiler
 from torchtpu.device import Device
 from torchtpu.memory import return_freed_memory
 from torchtpu.ops import attention, sampling
-from torchtpu.ops.native_attention import Kernel
+from torchtpu.ops.attention import CacheShape, Kernel
 from workers.engine.input_batch import BatchLayout, pack_sampling
 from workers.engine.outputs import Draw, StepPlan
+from workers.engine.step_weights import StepWeights, plain_weights, tpu_weights
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 WarmUpProgress = Callable[[int, int, str], None]
 """`progress(done, total, bucket name)`."""
-
-
-@dataclass(frozen=True)
-class CacheShape:
-    """Trailing dimensions of one layer's cache."""
-
-    key: tuple[int, int]
-    """(kv_heads, head_dim)"""
-    value: tuple[int, int]
-
-    def bytes_per_token(self, dtype: torch.dtype) -> int:
-        return (self.key[0] * self.key[1] + self.value[0] * self.value[1]) * dtype.itemsize
 
 
 @dataclass(frozen=True)
@@ -76,7 +65,7 @@ class ModelRunner:
         device: Device,
         model: "PreTrainedModel",
         cache_shapes: list[CacheShape],
-        compiler: ProgramCompiler,
+        compiler: StepCompiler,
         config: RunnerConfig,
     ) -> None:
         self._device = device.torch_device
@@ -85,9 +74,7 @@ class ModelRunner:
         self._cache_shapes = cache_shapes
         self._compiler = compiler
         self._config = config
-        named = [*model.named_parameters(), *model.named_buffers()]
-        self._weight_names = [name for name, _ in named]
-        self._weights = [tensor.detach() for _, tensor in named]
+        self._weights = (tpu_weights if device.platform == "tpu" else plain_weights)(model)
         self._programs: dict[Bucket, Program] = {}
         self._samplers: dict[tuple[int, Draw], Program] = {}
         self._cache: list[Tensor] = []
@@ -103,6 +90,16 @@ class ModelRunner:
         return len(self._programs)
 
     @property
+    def num_caches(self) -> int:
+        """Tensors of the KV cache."""
+        return len(self._cache)
+
+    @property
+    def kv_token_bytes(self) -> int:
+        """Keys and values of one token, all layers."""
+        return sum(shape.bytes_per_token(self._model.dtype) for shape in self._cache_shapes)
+
+    @property
     def counters(self) -> CompileCounters:
         """Programs compiled by this process, and programs read back from the cache."""
         return self._compiler.counters
@@ -116,10 +113,10 @@ class ModelRunner:
         num_slots = self._config.num_blocks * self._config.block_len
         dtype = self._model.dtype
         self._cache = []  # the old one goes before the new one comes
-        shapes = [s.key for s in self._cache_shapes] + [s.value for s in self._cache_shapes]
-        for kv_heads, dim in shapes:
-            zeros = torch.zeros(kv_heads * num_slots, dim, dtype=dtype)
-            self._cache.append(zeros.to(self._device))
+        kernel = self._config.kernel
+        shapes_of = kernel.cache_shapes if kernel else attention.head_by_head
+        for shape in shapes_of(self._cache_shapes, num_slots):
+            self._cache.append(torch.zeros(shape, dtype=dtype).to(self._device))
             # A transfer runs in the background and holds its source: one at a time.
             self._synchronize()
         # One more row than runs at once: the trash row.
@@ -138,7 +135,7 @@ class ModelRunner:
             for num_samples, bucket in sizes.items()
             for draw in (Draw.PLAIN, Draw.TRUNCATED)
         }
-        steps = {bucket: self._start_step(bucket) for bucket in buckets}
+        steps = {bucket: self.start_step(bucket) for bucket in buckets}
         self._samplers = {key: future.result() for key, future in samplers.items()}
         for index, bucket in enumerate(buckets):
             progress(index, len(buckets), bucket.name)
@@ -150,10 +147,11 @@ class ModelRunner:
         return_freed_memory()
         progress(len(buckets), len(buckets), "")
 
-    def _start_step(self, bucket: Bucket) -> "Future[Program]":
+    def start_step(self, bucket: Bucket) -> "Future[Program]":
+        """Ask the compiler for a bucket's program: packed inputs, newest, caches, weights."""
         layout = self.layout(bucket)
         num_layers, kernel = len(self._cache_shapes), self._config.kernel
-        step = make_step(self._model, self._weight_names, num_layers, layout, kernel)
+        step = make_step(self._model, self._weights, num_layers, layout, kernel)
         donated = list(range(1, 2 + len(self._cache)))
         inputs = self._inputs(StepPlan(bucket, [], []))
         return self._compiler.start(f"step-{bucket.name}", step, inputs, donated)
@@ -174,7 +172,7 @@ class ModelRunner:
 
     def _inputs(self, plan: StepPlan) -> list[Tensor]:
         packed = torch.from_numpy(self.layout(plan.bucket).pack(plan)).to(self._device)
-        return [packed, self._newest, *self._cache, *self._weights]
+        return [packed, self._newest, *self._cache, *self._weights.tensors]
 
     def _run(self, plan: StepPlan) -> tuple[StepHandle, Tensor]:
         program = self._programs[plan.bucket]
@@ -202,27 +200,28 @@ class ModelRunner:
 
 def make_step(
     model: "PreTrainedModel",
-    weight_names: list[str],
+    model_weights: StepWeights,
     num_layers: int,
     layout: BatchLayout,
     kernel: Kernel | None = None,
 ) -> Callable[..., tuple[Tensor, ...]]:
     """The step function of one bucket, to be traced and compiled.
 
-    Inputs: packed [size] int32; newest [max_rows + 1] int32; keys then values per layer
-    [kv_heads · slots, head_dim]; the weights. Outputs: greedy tokens [num_samples] int32, logits
-    [num_samples, vocab], newest, keys and values.
+    Inputs: packed [size] int32; newest [max_rows + 1] int32; the caches, in the shapes of the kernel or
+    head by head; the weights. Outputs: greedy tokens [num_samples] int32, logits
+    [num_samples, vocab], newest, caches.
     """
 
     def step(packed: Tensor, newest: Tensor, *rest: Tensor) -> tuple[Tensor, ...]:
-        caches, weights = rest[: 2 * num_layers], rest[2 * num_layers :]
+        num_caches = len(rest) - len(model_weights.names)
+        caches, weights = rest[:num_caches], rest[num_caches:]
         inputs = _unpack(packed, layout)
         tokens = torch.cat([newest[inputs["newest_rows"]], inputs["prompt_tokens"]])
-        tensors = _step_tensors(inputs, layout, caches, kernel)
+        tensors = _step_tensors(inputs, layout, (caches[:num_layers], caches[num_layers:]), kernel)
         with attention.bound_step(tensors):
             output = torch.func.functional_call(
                 model,
-                dict(zip(weight_names, weights, strict=True)),
+                model_weights.by_name(weights),
                 (),
                 {
                     "input_ids": tokens[None].long(),
@@ -266,14 +265,14 @@ def _unpack(packed: Tensor, layout: BatchLayout) -> dict[str, Tensor]:
 def _step_tensors(
     inputs: dict[str, Tensor],
     layout: BatchLayout,
-    caches: tuple[Tensor, ...],
+    caches: tuple[tuple[Tensor, ...], tuple[Tensor, ...]],
     kernel: Kernel | None,
 ) -> attention.StepTensors:
     prefill, firsts = layout.bucket.prefill, inputs["segment_firsts"]
     ahead = torch.arange(prefill.segment_len, device=firsts.device)
     return attention.StepTensors(
-        keys=list(caches[: len(caches) // 2]),
-        values=list(caches[len(caches) // 2 :]),
+        keys=list(caches[0]),
+        values=list(caches[1]),
         slots=inputs["slots"],
         positions=inputs["positions"],
         tables=inputs["tables"],

@@ -1,0 +1,125 @@
+"""Protects that the engine's own step programs compile for TPUs that are not here, that a decode step there
+moves little more than it must, and that a plan says so. The compiler is libtpu's, in its own process."""
+
+import json
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import LlamaConfig
+
+from models.library import LocalModel
+from torchtpu.ahead_of_time.chips import CHIPS
+from torchtpu.buckets import Bucket, BucketLadder, PrefillShape
+from torchtpu.device import Device
+from workers.engine.build import EngineConfig
+from workers.engine.planner import Captured, Plan, capture_steps, compile_steps
+
+ROWS, CONTEXT, BLOCK_LEN = 8, 512, 16
+NUM_BLOCKS = 4096
+"""As for 32 rows of 2,048 tokens: the compiler copies a cache that fits into VMEM there and back."""
+MOST = 1.1
+"""HBM bytes of a decode step, to those it must read."""
+
+
+def write_config(folder: Path, **changes: object) -> LocalModel:
+    """SmolLM2-135M's shapes, without weights."""
+    shape = {
+        "hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30,
+        "num_attention_heads": 9, "num_key_value_heads": 3, "vocab_size": 49152,
+        "max_position_embeddings": 8192, "rope_theta": 100000.0, "tie_word_embeddings": True,
+    }  # fmt: skip
+    LlamaConfig(architectures=["LlamaForCausalLM"], **(shape | changes)).save_pretrained(folder)
+    return LocalModel("smollm2-shapes", folder, None, None)
+
+
+@pytest.fixture(scope="module")
+def captured(tpu_device: Device, tmp_path_factory: pytest.TempPathFactory) -> Captured:
+    """The largest decode and prefill programs; blocks are given, so that chips make no difference."""
+    ladder = BucketLadder(
+        rows=(ROWS,),
+        mixed_rows=(ROWS,),
+        prefill=(PrefillShape(64, 8, 64),),
+        contexts=(CONTEXT,),
+        mixed_contexts=(CONTEXT,),
+    )
+    config = EngineConfig(model="", served_name="", num_blocks=NUM_BLOCKS, ladder=ladder)
+    local = write_config(tmp_path_factory.mktemp("model"))
+    return capture_steps(config, CHIPS["v5e"], tpu_device, local)
+
+
+@pytest.fixture(scope="module")
+def plans(captured: Captured) -> dict[str, Plan]:
+    with ThreadPoolExecutor(2) as threads:
+        made = threads.map(lambda chip: compile_steps(captured, chip), CHIPS.values())
+        return dict(zip(CHIPS, made, strict=True))
+
+
+@pytest.mark.parametrize("chip", CHIPS)
+def test_decode_and_prefill_programs_fit(plans: dict[str, Plan], chip: str) -> None:
+    plan = plans[chip]
+    assert [step.bucket.name for step in plan.steps] == ["r8-c512", "r8-c512-t64-8x64"]
+    assert plan.fits
+    for step in plan.steps:
+        memory = step.compiled.memory
+        assert memory is not None
+        assert memory.peak < plan.chip.hbm_bytes
+        # The cache is one: the program's result lies where its input lay.
+        assert memory.shared >= plan.cache_bytes
+        assert memory.peak < 1.5 * (plan.weights_bytes + plan.cache_bytes)
+
+
+@pytest.mark.parametrize("chip", CHIPS)
+def test_a_decode_step_moves_little_more_than_it_must(plans: dict[str, Plan], chip: str) -> None:
+    decode = plans[chip].steps[0]
+    weights = 134_515_008 * 2
+    kv = ROWS * CONTEXT * 30 * 2 * 3 * 64 * 2
+    assert abs(decode.live_bytes - weights - kv) < 1000  # rotary frequencies
+    assert decode.hbm_ratio is not None
+    assert decode.hbm_ratio <= MOST
+    cost = decode.compiled.cost
+    assert cost is not None
+    assert weights <= cost.of("weights") <= MOST * weights  # the tied table is read once
+    assert kv <= cost.of("kv") <= 1.01 * kv
+    assert cost.of("other") < 0.01 * decode.live_bytes
+
+
+def test_matrix_products_are_those_of_the_model(plans: dict[str, Plan]) -> None:
+    projections = 30 * (2 * 576 * 576 + 2 * 192 * 576 + 3 * 1536 * 576) + 49152 * 576
+    kernel = (
+        30 * ROWS * 16 * CONTEXT * (256 + 256)
+    )  # 9 heads padded, whole lanes of keys and values
+    for plan in plans.values():
+        cost = plan.steps[0].compiled.cost
+        assert cost is not None
+        assert cost.flops == 2 * (ROWS * projections + kernel)
+
+
+def test_the_command_says_that_a_model_does_not_fit(tmp_path: Path) -> None:
+    write_config(
+        tmp_path, hidden_size=8192, intermediate_size=32768, num_attention_heads=64,
+        num_key_value_heads=8, num_hidden_layers=12,
+    )  # fmt: skip
+    shape = ["--max-rows", "8", "--context-len", "256", "--num-blocks", "128"]
+    command = [sys.executable, "-m", "cli.main", "plan", "--model", str(tmp_path), "--chip", "v5e"]
+    run = subprocess.run([*command, *shape, "--json"], capture_output=True, text=True, check=False)
+    assert run.returncode == 1, run.stderr
+    plan = json.loads(run.stdout)
+    assert not plan["fits"]
+    assert "15.75G" in plan["programs"][0]["refusal"]
+
+
+def test_the_command_refuses_a_chip_that_it_does_not_know() -> None:
+    command = [sys.executable, "-m", "cli.main", "plan", "--model", "x", "--chip", "v9"]
+    run = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert run.returncode == 2
+    assert "v5e" in run.stderr
+
+
+def test_capturing_leaves_the_device_as_it_was(captured: Captured, tpu_device: Device) -> None:
+    assert isinstance(captured.buckets[0], Bucket)
+    one = torch.ones(8).to(tpu_device.torch_device)
+    assert (one + 1).cpu().tolist() == [2.0] * 8

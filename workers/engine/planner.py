@@ -1,0 +1,153 @@
+"""What an engine would need on a TPU that is not here: its own step programs, compiled for that chip.
+
+Everything up to the compiler is the engine's own code: the same ladder, the same memory budget, the same
+step function. The model has no weights (`models.empty`), so a machine plans what it could never load.
+"""
+
+import dataclasses
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from models.library import LocalModel, resolve
+from models.settings import ModelSettings
+from torchtpu.ahead_of_time.capture import Capture, Capturer
+from torchtpu.ahead_of_time.chips import Chip
+from torchtpu.ahead_of_time.compile import Compiled, compile_programs
+from torchtpu.ahead_of_time.hlo_cost import Groups
+from torchtpu.bringup import bring_up
+from torchtpu.buckets import NO_PREFILL, Bucket
+from torchtpu.device import Device
+from workers.engine.build import EngineBuilder, EngineConfig
+from workers.engine.interface import Progress
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+@dataclass(frozen=True)
+class PlannedStep:
+    bucket: Bucket
+    compiled: Compiled
+    live_bytes: int
+    """All weights, and keys and values of every request of the bucket, each with its whole context:
+    what a step cannot do without reading."""
+
+    @property
+    def hbm_ratio(self) -> float | None:
+        """HBM bytes that the program moves, to those it must; None if it does not fit."""
+        cost = self.compiled.cost
+        return None if cost is None else cost.hbm_bytes / self.live_bytes
+
+
+@dataclass(frozen=True)
+class Plan:
+    chip: Chip
+    weights_bytes: int
+    cache_bytes: int
+    num_blocks: int
+    """Of the KV cache, the trash block included."""
+    steps: list[PlannedStep]
+
+    @property
+    def fits(self) -> bool:
+        return all(step.compiled.fits for step in self.steps)
+
+
+@dataclass(frozen=True)
+class Captured:
+    """Step programs of an engine before XLA, the same for every chip."""
+
+    buckets: list[Bucket]
+    captures: list[Capture]
+    groups: Groups
+    weights_bytes: int
+    cache_bytes: int
+    num_blocks: int
+    kv_token_bytes: int
+    """Keys and values of one token, all layers."""
+
+
+def plan_engine(
+    config: EngineConfig, chip: Chip, progress: Progress, *, every_bucket: bool = False
+) -> Plan:
+    """Capture and compile the largest decode and prefill steps, or all of them.
+
+    Raises ModelError, TorchTpuError, LoadError or ValueError, each with a sentence for the user.
+    """
+    device = bring_up("tpu")
+    local = resolve(config.model, ModelSettings.from_environment(), progress)
+    progress("tracing the programs", 0.2)
+    captured = capture_steps(config, chip, device, local, every_bucket=every_bucket)
+    progress(f"compiling {len(captured.buckets)} programs for {chip.name}", 0.4)
+    return compile_steps(captured, chip)
+
+
+def capture_steps(
+    config: EngineConfig,
+    chip: Chip,
+    device: Device,
+    local: LocalModel,
+    *,
+    every_bucket: bool = False,
+) -> Captured:
+    """`device` only has to have TorchTPU loaded; memory and kernels are those of `chip`."""
+    import torch
+
+    stand_in = dataclasses.replace(
+        device, platform="tpu", torch_device=torch.device("meta"), memory_bytes=chip.hbm_bytes
+    )
+    return _Planner(config, stand_in, local, lambda what, share: None).capture(every_bucket)
+
+
+def compile_steps(captured: Captured, chip: Chip) -> Plan:
+    compiled = compile_programs(chip, captured.captures, captured.groups)
+    steps = [
+        PlannedStep(bucket, program, captured.weights_bytes + _live_kv(captured, bucket))
+        for bucket, program in zip(captured.buckets, compiled, strict=True)
+    ]
+    facts = (captured.weights_bytes, captured.cache_bytes, captured.num_blocks)
+    return Plan(chip, *facts, steps)
+
+
+def _live_kv(captured: Captured, bucket: Bucket) -> int:
+    requests = bucket.rows + bucket.prefill.segments
+    return captured.kv_token_bytes * requests * bucket.context
+
+
+class _Planner(EngineBuilder):
+    """Builds the engine's runner with an empty model and a compiler that only listens."""
+
+    def capture(self, every_bucket: bool) -> Captured:
+        self._capturer = Capturer()
+        runner, num_blocks = self._runner()
+        buckets = list(self._ladder.buckets) if every_bucket else self._largest()
+        for bucket in buckets:
+            runner.start_step(bucket)
+        captures, num_caches = self._capturer.captures, runner.num_caches
+        sizes = captures[0].input_bytes  # packed, newest, caches, weights
+        first_weight = 2 + num_caches
+        return Captured(
+            buckets=buckets,
+            captures=captures,
+            groups=[(0, "other"), (2, "kv"), (first_weight, "weights")],
+            weights_bytes=self._weights_bytes,
+            cache_bytes=sum(sizes[2:first_weight]),
+            num_blocks=num_blocks,
+            kv_token_bytes=runner.kv_token_bytes,
+        )
+
+    def _largest(self) -> list[Bucket]:
+        decode = [bucket for bucket in self._ladder.buckets if bucket.prefill == NO_PREFILL]
+        mixed = [bucket for bucket in self._ladder.buckets if bucket.prefill != NO_PREFILL]
+        return [decode[-1], mixed[-1]]
+
+    def _load(self, attention_name: str) -> "PreTrainedModel":
+        from models.empty import empty_model
+        from workers.engine.memory_plan import weights_bytes
+
+        model = empty_model(self._local.path, self._dtype(), self._load_options(attention_name))
+        self._weights_bytes = weights_bytes(model)  # before any is padded
+        return model
+
+    def _compiler(self, identity: dict[str, object]) -> Capturer:
+        return self._capturer
