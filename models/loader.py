@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from models.errors import ModelCorruptError, NoTokenizerError, UnsupportedModelError
 from models.progress import Progress, silent
+from models.rope import fix_frequencies
 
 if TYPE_CHECKING:
     import torch
@@ -27,6 +28,8 @@ class LoadOptions:
     """A name in transformers' attention interface, ours included once it is registered."""
     experts_implementation: str | None = None
     """How mixture-of-experts layers compute; `batched_mm` has no data-dependent shapes."""
+    context_len: int | None = None
+    """Fixes position encodings that depend on a sequence's length (`models.rope`); None leaves them."""
 
 
 @dataclass(frozen=True)
@@ -115,6 +118,8 @@ def load_model(
     model: PreTrainedModel
     model, report = loaded
     _refuse_gaps(path, report)
+    if options.context_len is not None:
+        fix_frequencies(model, options.context_len)
     model.requires_grad_(False)
     return model
 
@@ -164,6 +169,8 @@ def read_info(path: Path) -> ModelInfo:
     context_len = getattr(config, "max_position_embeddings", None)
     if not isinstance(context_len, int):
         raise UnsupportedModelError(f"the configuration in {path} names no context length")
+    # Llama 4's layers see chunks of this length; a context within one chunk needs no second mask.
+    context_len = min(context_len, getattr(config, "attention_chunk_size", None) or context_len)
     generation = _read_json(path / "generation_config.json")
     eos = {*_ids(config.eos_token_id), *_ids(generation.get("eos_token_id"))}
     bos = next(iter(_ids(config.bos_token_id)), None)

@@ -11,8 +11,10 @@ from safetensors.torch import load_file, save_file
 from transformers import (
     AutoModelForCausalLM,
     Gemma3TextConfig,
+    Llama4TextConfig,
     LlamaConfig,
     MixtralConfig,
+    Phi3Config,
 )
 
 from models.errors import (
@@ -125,6 +127,36 @@ def test_a_bare_folder_is_enough_until_a_tokenizer_is_needed(tmp_path):
     assert info.eos_token_ids == {2, 5}
     with pytest.raises(NoTokenizerError, match=r"no tokenizer\.json"):
         read_tokenizer(folder)
+
+
+def test_a_context_ends_with_the_first_chunk_of_chunked_layers(tmp_path):
+    Llama4TextConfig(max_position_embeddings=4096, attention_chunk_size=512).save_pretrained(
+        tmp_path
+    )
+    assert read_info(tmp_path).context_len == 512
+
+
+@pytest.mark.parametrize(("context_len", "factor"), [(32, 1.0), (33, 4.0)])
+def test_a_context_length_decides_between_short_and_long_frequencies(tmp_path, context_len, factor):
+    rope = {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [4.0] * 4}
+    settings = {"original_max_position_embeddings": 32, "rope_parameters": rope}
+    folder = save_random(Phi3Config(**SMALL, **settings, pad_token_id=0), tmp_path / "m")
+    ours = load_model(folder, torch.float32, options=LoadOptions(context_len=context_len))
+    rotary = ours.model.rotary_emb
+    plain = 10_000.0 ** (-torch.arange(0, 8, 2) / 8)
+    assert torch.allclose(rotary.inv_freq, plain / factor)
+    before = rotary.inv_freq.clone()
+    ours(torch.arange(40)[None])
+    assert torch.equal(rotary.inv_freq, before)
+
+
+def test_a_long_request_leaves_dynamic_frequencies_alone(tmp_path):
+    rope = {"rope_type": "dynamic", "factor": 2.0}
+    folder = save_random(LlamaConfig(**SMALL, rope_parameters=rope), tmp_path / "m")
+    ours = load_model(folder, torch.float32, options=LoadOptions(context_len=64))
+    before = ours.model.rotary_emb.inv_freq.clone()
+    ours(torch.zeros(1, 70, dtype=torch.long))
+    assert torch.equal(ours.model.rotary_emb.inv_freq, before)
 
 
 def test_end_tokens_of_both_files_count(tmp_path):
