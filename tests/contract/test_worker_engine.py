@@ -7,12 +7,19 @@ An engine is tested by a subclass of `EngineContract` that says how to build it 
 import itertools
 from collections import defaultdict
 
+import msgspec
 import pytest
 
 from workers.engine.interface import Engine
-from workers.engine.scripted import FAIL, HANG, ScriptedEngine
+from workers.engine.scripted import FAIL, HANG, ScriptedEngine, scripted_tokenizer
 from workers.errors import RequestError
-from workers.protocol import FinishReason, GenerateRequest, OutputDelta, SamplingParams
+from workers.protocol import (
+    FinishReason,
+    GenerateRequest,
+    OutputDelta,
+    SamplingParams,
+    TokenLogprobs,
+)
 
 MAX_STEPS = 1000
 
@@ -260,6 +267,20 @@ class TestScriptedEngine(EngineContract):
         assert collected.ends(failing.request_id) == {0: FinishReason.ERROR}
         assert collected.deltas[failing.request_id][-1].error
         assert collected.text(beside.request_id) == "xyz"
+
+    def test_logprobs_are_invented_but_one_for_each_token(self, engine: Engine):
+        request = self.request(script=(b"a", b"<", b"<END", b"b"), stop=("<<END>>",))
+        sampling = msgspec.structs.replace(request.sampling, logprobs=2, prompt_logprobs=0)
+        engine.add(msgspec.structs.replace(request, sampling=sampling))
+        deltas = run(engine).deltas[request.request_id]
+        assert [len(delta.logprobs or ()) for delta in deltas] == [d.num_tokens for d in deltas]
+        tokens = [one.token_id for delta in deltas for one in delta.logprobs or ()]
+        tokenizer = scripted_tokenizer()
+        assert [tokenizer.decode([token]) for token in tokens] == ["a", "<", "<", "b"]
+        first = deltas[0].logprobs[0]
+        assert first.top == ((tokens[0], -0.5), (tokens[0] + 1, -2.0))
+        assert deltas[0].prompt_logprobs == (None, *[TokenLogprobs(1, -0.5)] * 2)
+        assert all(delta.prompt_logprobs is None for delta in deltas[1:])
 
     def test_a_held_request_rests_until_it_is_aborted(self, engine: Engine):
         request = self.request(script=(b"a", HANG, b"b"))

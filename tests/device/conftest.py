@@ -1,15 +1,18 @@
 """The real engine: built once, its weights and programs shared by all tests."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 from tokenizers import Tokenizer
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from models.loader import load_model
 from tests.device.driving import engine_config, fresh_engine
 from tests.device.reference import Reference
+from torchtpu.compiler import Program, ProgramCompiler
 from torchtpu.device import Device
 from workers.engine.build import build_engine
 from workers.engine.engine import EngineParts, ModelEngine
@@ -42,3 +45,22 @@ def reference_model(tpu_device: Device, smollm2_dir: Path) -> PreTrainedModel:
 def reference(reference_model: PreTrainedModel, pytestconfig: pytest.Config) -> Reference:
     reporter = pytestconfig.pluginmanager.getplugin("terminalreporter")
     return Reference(reference_model, reporter.write_line)
+
+
+@pytest.fixture(scope="module")
+def compiled(tpu_device: Device) -> Callable[..., Program]:
+    """`compiled(function, inputs, donated)`: the program; inputs and outputs are on the host."""
+    compiler = ProgramCompiler(tpu_device, {}, cache_dir=None)
+
+    def build(
+        function: Callable[..., tuple[Tensor, ...]],
+        inputs: list[Tensor],
+        donated: tuple[int, ...] = (),
+    ) -> Program:
+        def place(tensors: list[Tensor]) -> list[Tensor]:
+            return [tensor.to(tpu_device.torch_device) for tensor in tensors]
+
+        program = compiler.start(function.__name__, function, place(inputs), donated).result()
+        return lambda tensors: tuple(out.cpu() for out in program(place(tensors)))
+
+    return build

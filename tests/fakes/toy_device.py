@@ -14,11 +14,15 @@ from numpy.typing import NDArray
 
 from torchtpu.buckets import BucketLadder
 from workers.engine.input_batch import BatchLayout
-from workers.engine.outputs import StepPlan
+from workers.engine.logprobs import StepLogprobs
+from workers.engine.outputs import StepPlan, StepResults
+from workers.engine.sampling_batch import pack_targets
+from workers.protocol import TokenLogprobs
 
 EOS = 0
 NUM_TOKENS = 7
 """Few tokens make equal texts likely."""
+NUM_TOP = 3
 
 
 def next_token(text: Sequence[int]) -> int:
@@ -35,16 +39,28 @@ def continuation(prompt: Sequence[int], max_tokens: int, *, ignore_eos: bool) ->
     return text[len(prompt) :]
 
 
+def toy_logprobs(text: Sequence[int], token: int, num_top: int) -> TokenLogprobs:
+    """What must be reported of `token` after `text`: numbers that no other place has."""
+    row = _logprobs_row(list(text), token)
+    return StepLogprobs(np.array([row], np.int32)).of(0, token, num_top)
+
+
+def _logprobs_row(text: list[int], token: int) -> NDArray[np.int32]:
+    values = [-zlib.crc32(bytes([*text, token, i])) / 2**32 for i in range(1 + NUM_TOP)]
+    ids = np.arange(NUM_TOP, dtype=np.int32) + next_token(text)
+    return np.concatenate([np.array(values, np.float32).view(np.int32), ids])
+
+
 @dataclass(frozen=True)
 class ToyHandle:
     plan: StepPlan
-    tokens: list[int]
+    results: StepResults
     is_lost: bool = False
 
-    def collect(self) -> list[int]:
+    def collect(self) -> StepResults:
         if self.is_lost:
             raise RuntimeError("buffer has been deleted or donated")
-        return self.tokens
+        return self.results
 
 
 class ToyRunner:
@@ -82,25 +98,31 @@ class ToyRunner:
             raise RuntimeError("buffer has been deleted or donated")
         return ToyHandle(plan, self._compute(plan), is_lost=lost == "collect")
 
-    def _compute(self, plan: StepPlan) -> list[int]:
+    def _compute(self, plan: StepPlan) -> StepResults:
         layout = BatchLayout(plan.bucket, self._block_len, self.max_rows)
         fields = layout.fields(layout.pack(plan))
         tokens = [*self._newest[fields["newest_rows"]], *fields["prompt_tokens"]]
         # All tokens of a step are written before any is read.
         self._cache[fields["slots"]] = tokens
         tables = fields["tables"][fields["token_tables"]]
-        sampled = [
+        texts = [
             self._read(tables[token], fields["positions"][token] + 1)
             for token in fields["sample_tokens"]
         ]
+        sampled = [next_token(text) if text else -1 for text in texts]
         self._newest[fields["sample_rows"]] = sampled
-        return sampled
+        if not plan.reports:
+            return StepResults(sampled)
+        wanted = np.where(pack_targets(plan) < 0, sampled, pack_targets(plan)).clip(min=0)
+        rows = [_logprobs_row(*pair) for pair in zip(texts, wanted.tolist(), strict=True)]
+        return StepResults(sampled, StepLogprobs(np.array(rows, np.int32)))
 
     def _slot(self, blocks: NDArray[np.int32], position: int) -> int:
         return int(blocks[position // self._block_len]) * self._block_len + (
             position % self._block_len
         )
 
-    def _read(self, blocks: NDArray[np.int32], end: int) -> int:
+    def _read(self, blocks: NDArray[np.int32], end: int) -> list[int]:
+        """The tokens that the blocks hold; none if one of them was never written."""
         text = [int(self._cache[self._slot(blocks, position)]) for position in range(end)]
-        return next_token(text) if min(text, default=-1) >= 0 else -1
+        return text if min(text, default=-1) >= 0 else []

@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable
 
 from tests.contract.test_worker_engine import Collected
-from tests.fakes.toy_device import EOS, NUM_TOKENS, ToyRunner, continuation
+from tests.fakes.toy_device import EOS, NUM_TOKENS, ToyRunner, continuation, toy_logprobs
 from torchtpu.buckets import NO_PREFILL, BucketLadder, PrefillShape
 from workers.engine.engine import EngineParts, ModelEngine
 from workers.engine.interface import EXPIRED
@@ -14,7 +14,7 @@ from workers.engine.outputs import StepPlan
 from workers.engine.request import Sequence, Status
 from workers.engine.scheduler import Scheduler, SchedulerConfig
 from workers.engine.scripted import scripted_tokenizer
-from workers.protocol import FinishReason, GenerateRequest, SamplingParams
+from workers.protocol import FinishReason, GenerateRequest, SamplingParams, TokenLogprobs
 
 BLOCK_LEN = 4
 CONTEXT_LEN = 32
@@ -45,6 +45,7 @@ def toy_engine(
             block_len=BLOCK_LEN,
             context_len=CONTEXT_LEN,
             eos_token_ids=frozenset({EOS}),
+            vocab_size=NUM_TOKENS,
             clock=clock,
         )
     )
@@ -203,6 +204,7 @@ def check_answer(sequence: Sequence, collected: Collected, *, is_aborted: bool) 
         min(request.sampling.max_tokens, CONTEXT_LEN - prompt_len),
         ignore_eos=request.sampling.ignore_eos,
     )
+    check_logprobs(sequence, collected, tokens)
     reason = collected.ends(request.request_id)[sequence.choice]
     if reason is FinishReason.ERROR:
         last = collected.deltas[request.request_id][-1]
@@ -220,6 +222,29 @@ def check_answer(sequence: Sequence, collected: Collected, *, is_aborted: bool) 
         d.num_tokens for d in collected.deltas[request.request_id] if d.choice == sequence.choice
     )
     assert counted == len(tokens)
+
+
+def check_logprobs(sequence: Sequence, collected: Collected, tokens: list[int]) -> None:
+    """Each counted token has its own, and the prompt has them once, with the first delta."""
+    request, sampling = sequence.request, sequence.request.sampling
+    deltas = [d for d in collected.deltas[request.request_id] if d.choice == sequence.choice]
+    if sampling.logprobs is None:
+        assert all(delta.logprobs is None for delta in deltas)
+    else:
+        assert [len(d.logprobs or ()) for d in deltas] == [d.num_tokens for d in deltas]
+        own = [one for delta in deltas for one in delta.logprobs or ()]
+        assert own == following(request.prompt_token_ids, tokens, sampling.logprobs)
+    assert all(delta.prompt_logprobs is None for delta in deltas[1:])
+    reported = deltas[0].prompt_logprobs
+    if sampling.prompt_logprobs is None or sequence.choice:
+        assert reported is None
+    elif tokens or reported is not None:  # an abort may come before
+        first, *rest = request.prompt_token_ids
+        assert reported == (None, *following([first], rest, sampling.prompt_logprobs))
+
+
+def following(text: list[int], tokens: list[int], num_top: int) -> list[TokenLogprobs]:
+    return [toy_logprobs([*text, *tokens[:i]], token, num_top) for i, token in enumerate(tokens)]
 
 
 def prompt_of(length: int, first: int = 1) -> list[int]:

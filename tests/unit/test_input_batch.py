@@ -4,15 +4,14 @@ import math
 from itertools import pairwise
 
 import numpy as np
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from torchtpu.buckets import NO_PREFILL, Bucket, PrefillShape
-from workers.engine.input_batch import BatchLayout, pack_sampling
+from workers.engine.input_batch import BatchLayout
 from workers.engine.kv_cache import BlockPool, BlockTable
 from workers.engine.output_processor import BytesDetokenizer, ChoiceOutput
-from workers.engine.outputs import DecodeRow, Draw, PrefillSegment, StepPlan
+from workers.engine.outputs import DecodeRow, PrefillSegment, StepPlan
 from workers.engine.request import Sequence, fold_seed
 from workers.protocol import GenerateRequest, SamplingParams
 
@@ -93,56 +92,6 @@ def test_fields_follow_each_other_without_gap(rows: int, blocks: int, shape: Pre
     assert spans[-1][1] == layout.size
     sizes = [math.prod(shape) for shape in layout.shapes.values()]
     assert [end - start for start, end in spans] == sizes
-
-
-@settings(deadline=None)
-@given(
-    temperature=st.floats(0, 2, width=32),
-    top_p=st.floats(0, 1, width=32),
-    min_p=st.floats(0, 1, width=32),
-    top_k=st.integers(0, 2**31 - 1),
-    seed=st.integers(0, 2**32 - 1),
-)
-def test_sampling_parameters_travel_bit_by_bit(
-    temperature: float, top_p: float, min_p: float, top_k: int, seed: int
-):
-    fields = {"temperature": temperature, "top_p": top_p, "min_p": min_p, "top_k": top_k}
-    row, ending, unfinished = (sequence(i, [1, 2, 3], seed, **fields) for i in range(3))
-    plan = StepPlan(
-        BUCKET,
-        [DecodeRow(row, 0, position=3)],
-        [
-            PrefillSegment(ending, 0, start=0, length=3, samples=True),
-            PrefillSegment(unfinished, 0, start=0, length=2, samples=False),
-        ],
-    )
-    packed = pack_sampling(plan)
-    assert packed.shape == (BUCKET.num_samples, 6)
-    floats, bits = packed[:, :3].copy().view(np.float32), packed.view(np.uint32)
-    # A token is drawn by its own position: 4 after the row's input at 3, 3 after a prompt of 3.
-    for index, position in ((0, 4), (BUCKET.rows, 3)):
-        assert floats[index].tolist() == [temperature, top_p, min_p]
-        assert bits[index, 3:].tolist() == [top_k, seed, position]
-    others = [i for i in range(BUCKET.num_samples) if i not in (0, BUCKET.rows)]
-    assert not packed[others].any()
-
-
-@pytest.mark.parametrize(
-    ("sampling", "samples", "draw"),
-    [
-        ({"temperature": 0.0, "top_k": 5}, True, Draw.GREEDY),
-        ({"temperature": 0.5}, True, Draw.PLAIN),
-        ({"temperature": 0.5}, False, Draw.GREEDY),
-        ({"temperature": 0.5, "top_k": 5}, True, Draw.TRUNCATED),
-        ({"temperature": 0.5, "top_p": 0.9}, True, Draw.TRUNCATED),
-        ({"temperature": 0.5, "min_p": 0.1}, True, Draw.TRUNCATED),
-    ],
-)
-def test_a_step_draws_no_harder_than_its_rows_ask(
-    sampling: dict[str, float], samples: bool, draw: Draw
-):
-    segment = PrefillSegment(sequence(0, [1, 2], **sampling), 0, start=0, length=2, samples=samples)
-    assert StepPlan(BUCKET, [], [segment]).draw is draw
 
 
 def test_all_64_bits_of_a_seed_count():

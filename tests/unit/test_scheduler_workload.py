@@ -5,6 +5,7 @@ block or row is lost."""
 
 from typing import Any
 
+import msgspec
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -23,6 +24,12 @@ REQUESTS = st.fixed_dictionaries(
         "fair_key": st.sampled_from("abc"),
     }
 )
+REPORTS = st.fixed_dictionaries(
+    {
+        "logprobs": st.sampled_from([None, None, 0, 2]),
+        "prompt_logprobs": st.sampled_from([None, None, 0, 3]),
+    }
+)
 
 
 class Workload(RuleBasedStateMachine):
@@ -35,10 +42,12 @@ class Workload(RuleBasedStateMachine):
     def begin(self, num_blocks: int, max_step_tokens: int | None) -> None:
         self.driven = Driven(num_blocks, max_step_tokens)
 
-    @rule(fields=REQUESTS, patience_s=st.sampled_from([0, 0, 3]))
-    def add(self, fields: dict[str, Any], patience_s: int) -> None:
+    @rule(fields=REQUESTS, reports=REPORTS, patience_s=st.sampled_from([0, 0, 3]))
+    def add(self, fields: dict[str, Any], reports: dict[str, Any], patience_s: int) -> None:
         deadline_s = self.driven.now_s + patience_s if patience_s else 0.0
-        self.driven.add(new_request(**fields, deadline_s=deadline_s))
+        request = new_request(**fields, deadline_s=deadline_s)
+        sampling = msgspec.structs.replace(request.sampling, **reports)
+        self.driven.add(msgspec.structs.replace(request, sampling=sampling))
 
     @rule()
     def time_passes(self) -> None:

@@ -1,34 +1,104 @@
-"""Drawing tokens on the device: temperature, top-k, top-p, min-p, and a seed of its own for each row.
+"""Choosing tokens on the device: penalties, bias, temperature, top-k, top-p, min-p, a seed for each row.
 
 No sort and no cumulative sum (`cumsum` aborts the process on XLA:CPU): thresholds are found by
 bisection over the ordered integers that float32 bits are. The draw is the Gumbel-max trick with noise
 hashed from (seed, position, token), so a row's token does not depend on the rest of the batch.
+
+Every operation takes the same packed parameters [N, NUM_PARAMS] int32, one row for each row of logits.
+What a row's text says about each token of the vocabulary is kept on the device, one int32 a token:
+
+    facts   count · 4 + is_end · 2 + is_in_prompt        count: how often the answer has the token
 """
+
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-NUM_PARAMS = 6
-"""Columns of the packed parameters, see `workers.engine.input_batch.pack_sampling`."""
+FLOATS = ("temperature", "top_p", "min_p", "repetition", "frequency", "presence")
+"""The first columns of the parameters, as float32 bits."""
+INTEGERS = ("top_k", "seed", "position", "row", "switches")
+"""The other columns: `top_k` 0 is off, `row` is the row of the facts, for `switches` see below."""
+NUM_PARAMS = len(FLOATS) + len(INTEGERS)
+BIASED, ENDLESS = 1, 2
+"""Switches: the row has a bias; its end tokens cannot be drawn."""
+IN_PROMPT, IS_END, ONE_MORE = 1, 2, 4
+"""Bits of a token's facts, and what another occurrence in the answer adds."""
+NUM_TOP = 20
+"""The most alternatives reported beside a token."""
+_COUNT_SHIFT = 2
 _BITS = 32
 
 
-def sample(logits: Tensor, greedy: Tensor, params: Tensor, *, truncates: bool = True) -> Tensor:
+@dataclass(frozen=True)
+class Params:
+    """The packed parameters column by column, each [N]."""
+
+    temperature: Tensor
+    top_p: Tensor
+    min_p: Tensor
+    repetition: Tensor
+    frequency: Tensor
+    presence: Tensor
+    top_k: Tensor
+    seed: Tensor
+    position: Tensor
+    row: Tensor
+    switches: Tensor
+
+    @classmethod
+    def unpack(cls, packed: Tensor) -> "Params":
+        floats = packed[:, : len(FLOATS)].contiguous().view(torch.float32)
+        return cls(*floats.unbind(1), *packed[:, len(FLOATS) :].unbind(1))
+
+
+def sample(logits: Tensor, greedy: Tensor, packed: Tensor, *, truncates: bool = True) -> Tensor:
     """Tokens [N] int32 from logits [N, V]; rows of temperature 0 keep `greedy` [N] int32.
 
-    `params` [N, 6] int32: temperature, top_p, min_p as float bits, top_k (0 is off), seed, position.
     Without `truncates` only temperature, seed and position count: a seventh of the time.
     """
-    temperature, top_p, min_p = params[:, :3].contiguous().view(torch.float32).unbind(1)
-    top_k, seed, position = params[:, 3:].unbind(1)
-    is_greedy = temperature <= 0
-    scaled = logits.float() / torch.where(is_greedy, 1.0, temperature)[:, None]
-    noisy = scaled + gumbel(seed, position, logits.shape[-1])
+    params = Params.unpack(packed)
+    is_greedy = params.temperature <= 0
+    scaled = logits.float() / torch.where(is_greedy, 1.0, params.temperature)[:, None]
+    noisy = scaled + gumbel(params.seed, params.position, logits.shape[-1])
     if truncates:
-        allowed = _allowed(scaled, top_k, top_p, min_p)
+        allowed = _allowed(scaled, params.top_k, params.top_p, params.min_p)
         noisy = noisy.masked_fill(~allowed, float("-inf"))
     drawn = argmax(noisy)
     return torch.where(is_greedy, greedy, drawn)
+
+
+def penalise(logits: Tensor, facts: Tensor, bias: Tensor, packed: Tensor) -> Tensor:
+    """Logits [N, V] float32 after bias, then repetition, frequency and presence penalty, as in vLLM.
+
+    `facts` [N, V] int32 and `bias` [N, V] float32 belong to the rows. A row without any of them passes
+    unchanged, whatever its facts are.
+    """
+    params = Params.unpack(packed)
+    count = facts >> _COUNT_SHIFT
+    is_generated = count > 0
+    is_known = is_generated | ((facts & IN_PROMPT) != 0)
+    has_bias = (params.switches & BIASED) != 0
+    values = logits.float() + torch.where(has_bias[:, None], bias, 0.0)
+    repetition = torch.where(is_known, params.repetition[:, None], 1.0)
+    values = torch.where(values > 0, values / repetition, values * repetition)
+    values = values - params.frequency[:, None] * count
+    values = values - params.presence[:, None] * is_generated
+    is_endless = (params.switches & ENDLESS) != 0
+    return values.masked_fill(is_endless[:, None] & ((facts & IS_END) != 0), float("-inf"))
+
+
+def logprobs(logits: Tensor, tokens: Tensor) -> Tensor:
+    """[N, 1 + 2 k] int32: of logits [N, V] the logarithm of each token's probability and of the k likeliest ones (float32
+    bits), then the ids of those, the likeliest first; k is `NUM_TOP`, or V if that is less.
+    """
+    values = logits.float()
+    most = values.amax(-1, keepdim=True)
+    total = (values - most).exp().sum(-1, keepdim=True).log() + most
+    chosen = values.gather(1, tokens.long()[:, None]) - total
+    top, ids = values.topk(min(NUM_TOP, values.shape[-1]))
+    bits = torch.cat([chosen, top - total], 1).view(torch.int32)
+    return torch.cat([bits, ids.to(torch.int32)], 1)
 
 
 def argmax(values: Tensor) -> Tensor:

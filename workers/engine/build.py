@@ -173,6 +173,7 @@ class EngineBuilder:
             block_len=self._config.block_len,
             context_len=self._context_len,
             eos_token_ids=self._info.eos_token_ids,
+            vocab_size=self._info.vocab_size,
             step_sink=sink,
         )
         self._progress("warming up", 0.2)
@@ -315,9 +316,9 @@ class EngineBuilder:
 def _source_digest() -> str:
     """Of the code that programs are traced from: a kept program of other code is not used."""
     from torchtpu import ops
-    from workers.engine import input_batch, model_runner, step_weights
+    from workers.engine import input_batch, model_runner, sampler, step_weights
 
-    modules = (input_batch, model_runner, step_weights)
+    modules = (input_batch, model_runner, sampler, step_weights)
     files = [Path(module.__file__ or "") for module in modules]
     files += sorted(Path(ops.__file__ or "").parent.glob("*.py"))
     return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()

@@ -8,17 +8,18 @@ run one row too many; that row's result is dropped.
 import logging
 import secrets
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 
 from tokenizers import Tokenizer
 
+from workers.engine.checks import check_sampling
 from workers.engine.interface import EXPIRED, EngineStats
 from workers.engine.kv_cache import BlockPool, BlockTable, salt_of
 from workers.engine.model_runner import ModelRunner, StepHandle
 from workers.engine.output_processor import ChoiceOutput, Emission, TokenizerDetokenizer
-from workers.engine.outputs import DecodeRow, PrefillSegment, StepPlan, is_current
+from workers.engine.outputs import PrefillSegment, StepPlan, StepResults, is_current
 from workers.engine.request import Sequence, Status, fold_seed
 from workers.engine.scheduler import Scheduler
 from workers.engine.step_log import EngineLoad, StepLog, StepSink, describe
@@ -45,6 +46,7 @@ class EngineParts:
     block_len: int
     context_len: int
     eos_token_ids: frozenset[int]
+    vocab_size: int
     step_sink: StepSink | None = None
     """Takes a record of each step."""
     clock: Callable[[], float] = time.time
@@ -125,6 +127,7 @@ class ModelEngine:
                 f"The prompt and max_tokens are {num_tokens} tokens together, the model's KV cache "
                 f"holds {self._parts.num_tokens}."
             )
+        check_sampling(request, self._parts.vocab_size)
         given = request.sampling.seed
         base = secrets.randbits(32) if given is None else fold_seed(given)
         sequences = [
@@ -160,7 +163,7 @@ class ModelEngine:
         plan = self._scheduler.schedule()
         try:
             dispatched = self._dispatch(plan) if plan else None
-            tokens = self._in_flight.collect() if self._in_flight else []
+            results = self._in_flight.collect() if self._in_flight else StepResults([])
         except RuntimeError:
             self._recover()
             return deltas
@@ -168,7 +171,7 @@ class ModelEngine:
             # Only a collected step is known to be good: a dispatch may fail later, on the device.
             self._num_failed_steps = 0
             self._log.collected()
-            deltas += self._emit(self._in_flight.plan, tokens)
+            deltas += self._emit(self._in_flight.plan, results)
             self._log.emitted(self._load)
         self._in_flight = dispatched
         if not self.has_work():
@@ -242,18 +245,21 @@ class ModelEngine:
             arrived_s=self._log.now(),
         )
 
-    def _emit(self, plan: StepPlan, tokens: list[int]) -> list[OutputDelta]:
+    def _emit(self, plan: StepPlan, results: StepResults) -> list[OutputDelta]:
         """Hand each sampled token to its sequence; gives what clients get to see."""
         self._count(plan)
+        _score(plan, results)
         deltas: list[OutputDelta] = []
-        for entry, token in _sampled(plan, tokens):
-            sequence = entry.sequence
-            if not is_current(entry):
+        for sample in plan.samples:
+            sequence, token = sample.sequence, results.tokens[sample.place]
+            if not is_current(sample.entry):
                 continue
             sequence.num_in_flight -= 1
             sequence.token_ids.append(token)
             sequence.table.publish(sequence.token_ids, sequence.num_computed)
             self._num_generated += 1
+            if results.logprobs is not None:
+                sequence.logprobs.add(results.logprobs, sample.place, token)
             deltas += self._advance(sequence, sequence.output.push(token))
         return deltas
 
@@ -291,6 +297,8 @@ class ModelEngine:
             stop_reason=emission.stop_reason,
             error=error,
             usage=resident.usage(self._log.now()) if is_last else None,
+            logprobs=sequence.logprobs.take(),
+            prompt_logprobs=sequence.logprobs.take_prompt(),
         )
 
     def _end(
@@ -332,9 +340,8 @@ class ModelEngine:
         log.exception("a step failed on the device; running requests start again from their tokens")
 
 
-def _sampled(plan: StepPlan, tokens: list[int]) -> Iterable[tuple[DecodeRow | PrefillSegment, int]]:
-    """Plan entries that yielded a token, with it."""
-    yield from zip(plan.rows, tokens, strict=False)
-    for segment, token in zip(plan.segments, tokens[plan.bucket.rows :], strict=False):
-        if segment.samples:
-            yield segment, token
+def _score(plan: StepPlan, results: StepResults) -> None:
+    """Hand the log-probabilities of prompt tokens to their choices."""
+    for token in plan.scored:
+        if results.logprobs is not None and is_current(token.segment):
+            token.sequence.logprobs.score(results.logprobs, token.place, token.position)

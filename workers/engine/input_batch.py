@@ -50,8 +50,8 @@ class BatchLayout:
             "grid_places": (prefill.tokens,),
             # Where each segment begins in the run of prompt tokens.
             "segment_firsts": (prefill.segments,),
-            # The tokens of the flat row that get logits, and where each sampled token goes; only a
-            # finished prefill and a decode row have a place.
+            # The tokens of the flat row that get logits, and where each sampled token goes: decode
+            # rows, finished prompts, and prompt tokens that are scored, which sample nothing.
             "sample_tokens": (self.bucket.num_samples,),
             "sample_rows": (self.bucket.num_samples,),
         }
@@ -88,6 +88,8 @@ class BatchLayout:
         for index, segment in enumerate(plan.segments):
             self._pack_segment(fields, index, first, segment)
             first += segment.length
+        for token in plan.scored:
+            fields["sample_tokens"][token.place] = self.bucket.rows + token.source
         return packed
 
     def _pack_row(self, fields: Fields, index: int, row: DecodeRow) -> None:
@@ -124,23 +126,3 @@ class BatchLayout:
         if segment.samples:
             fields["sample_tokens"][rows + index] = rows + last - 1
             fields["sample_rows"][rows + index] = sequence.row
-
-
-def pack_sampling(plan: StepPlan) -> NDArray[np.int32]:
-    """[num_samples, 6] int32: temperature, top_p and min_p as float bits, top_k, seed, position.
-
-    Rows that are padding or greedy have temperature 0.
-    """
-    packed = np.zeros((plan.bucket.num_samples, 6), np.int32)
-    floats = packed.view(np.float32)
-    samples = [(i, row.sequence, row.position + 1) for i, row in enumerate(plan.rows)]
-    samples += [
-        (plan.bucket.rows + i, segment.sequence, segment.start + segment.length)
-        for i, segment in enumerate(plan.segments)
-        if segment.samples
-    ]
-    for index, sequence, position in samples:
-        sampling = sequence.request.sampling
-        floats[index, :3] = sampling.temperature, sampling.top_p, sampling.min_p
-        packed[index, 3:] = sampling.top_k, np.uint32(sequence.seed).view(np.int32), position
-    return packed

@@ -21,8 +21,10 @@ from torchtpu.device import Device
 from torchtpu.memory import return_freed_memory
 from torchtpu.ops import attention, sampling
 from torchtpu.ops.attention import CacheShape, Kernel
-from workers.engine.input_batch import BatchLayout, pack_sampling
-from workers.engine.outputs import Draw, StepPlan
+from workers.engine.input_batch import BatchLayout
+from workers.engine.logprobs import StepLogprobs
+from workers.engine.outputs import StepPlan, StepResults
+from workers.engine.sampler import Sampler, SamplerConfig
 from workers.engine.step_weights import StepWeights, plain_weights, tpu_weights
 
 if TYPE_CHECKING:
@@ -46,15 +48,20 @@ class RunnerConfig:
 
 @dataclass(frozen=True)
 class StepHandle:
-    """A dispatched step; the tokens [num_samples] int32 are on the device until collected."""
+    """A dispatched step; its results are on the device until collected."""
 
     plan: StepPlan
     tokens: Tensor
+    """[num_samples] int32"""
+    logprobs: Tensor | None = None
+    """As `torchtpu.ops.sampling.logprobs` packs them."""
 
-    def collect(self) -> list[int]:
-        """Wait for the step and read its tokens."""
-        tokens: list[int] = self.tokens.cpu().tolist()
-        return tokens
+    def collect(self) -> StepResults:
+        """Wait for the step and read its results."""
+        tokens = self.tokens.cpu().tolist()
+        if self.logprobs is None:
+            return StepResults(tokens)
+        return StepResults(tokens, StepLogprobs(self.logprobs.cpu().contiguous().numpy()))
 
 
 class ModelRunner:
@@ -76,7 +83,8 @@ class ModelRunner:
         self._config = config
         self._weights = (tpu_weights if device.platform == "tpu" else plain_weights)(model)
         self._programs: dict[Bucket, Program] = {}
-        self._samplers: dict[tuple[int, Draw], Program] = {}
+        choice = SamplerConfig(config.ladder.max_rows, config.vocab_size, model.dtype)
+        self._sampler = Sampler(device, compiler, choice)
         self._cache: list[Tensor] = []
         self._newest = torch.empty(0)
         self.reset_cache()
@@ -122,6 +130,7 @@ class ModelRunner:
         # One more row than runs at once: the trash row.
         newest = torch.zeros(self._config.ladder.max_rows + 1, dtype=torch.int32)
         self._newest = newest.to(self._device)
+        self._sampler.reset()
 
     def layout(self, bucket: Bucket) -> BatchLayout:
         return BatchLayout(bucket, self._config.block_len, self._config.ladder.max_rows)
@@ -129,21 +138,17 @@ class ModelRunner:
     def warm_up(self, progress: WarmUpProgress) -> None:
         """Compile (or read back) every program, then run the largest and the smallest as a probe."""
         buckets = self._config.ladder.buckets
-        sizes = {bucket.num_samples: bucket for bucket in buckets}
-        samplers = {
-            (num_samples, draw): self._start_sampler(bucket, draw)
-            for num_samples, bucket in sizes.items()
-            for draw in (Draw.PLAIN, Draw.TRUNCATED)
-        }
+        self._sampler.start(sorted({bucket.num_samples for bucket in buckets}), self._newest)
         steps = {bucket: self.start_step(bucket) for bucket in buckets}
-        self._samplers = {key: future.result() for key, future in samplers.items()}
+        self._sampler.finish()
         for index, bucket in enumerate(buckets):
             progress(index, len(buckets), bucket.name)
             self._programs[bucket] = steps[bucket].result()
         # The largest first: what it needs is met now or never, and its memory serves the others.
         for bucket in (buckets[-1], buckets[0]):
-            handle, logits = self._run(StepPlan(bucket, [], []))
-            self._sample(handle, logits, Draw.TRUNCATED).collect()
+            plan = StepPlan(bucket, [], [])
+            greedy, logits = self._run(plan)
+            self._newest = self._sampler.probe(plan, logits, greedy, self._newest)
         return_freed_memory()
         progress(len(buckets), len(buckets), "")
 
@@ -156,46 +161,21 @@ class ModelRunner:
         inputs = self._inputs(StepPlan(bucket, [], []))
         return self._compiler.start(f"step-{bucket.name}", step, inputs, donated)
 
-    def _start_sampler(self, bucket: Bucket, draw: Draw) -> "Future[Program]":
-        num_samples = bucket.num_samples
-        logits = torch.zeros(num_samples, self._config.vocab_size, dtype=self._model.dtype)
-        tokens = torch.zeros(num_samples, dtype=torch.int32)
-        handle = StepHandle(StepPlan(bucket, [], []), tokens.to(self._device))
-        inputs = self._sampler_inputs(handle, logits.to(self._device))
-        sample = make_sampling(draw)
-        return self._compiler.start(f"sample-{num_samples}-{draw.name}", sample, inputs, [3])
-
     def dispatch(self, plan: StepPlan) -> StepHandle:
         """Start a step; returns at once. An exception means that the cache is lost."""
-        handle, logits = self._run(plan)
-        return handle if plan.draw is Draw.GREEDY else self._sample(handle, logits, plan.draw)
+        greedy, logits = self._run(plan)
+        tokens, self._newest = self._sampler.draw(plan, logits, greedy, self._newest)
+        return StepHandle(plan, tokens, self._sampler.report(plan, logits, tokens))
 
     def _inputs(self, plan: StepPlan) -> list[Tensor]:
         packed = torch.from_numpy(self.layout(plan.bucket).pack(plan)).to(self._device)
         return [packed, self._newest, *self._cache, *self._weights.tensors]
 
-    def _run(self, plan: StepPlan) -> tuple[StepHandle, Tensor]:
+    def _run(self, plan: StepPlan) -> tuple[Tensor, Tensor]:
+        """Greedy tokens and logits."""
         program = self._programs[plan.bucket]
-        tokens, logits, self._newest, *self._cache = program(self._inputs(plan))
-        return StepHandle(plan, tokens), logits
-
-    def _sampler_inputs(self, handle: StepHandle, logits: Tensor) -> list[Tensor]:
-        layout = self.layout(handle.plan.bucket)
-        start, end = layout.offsets["sample_rows"]
-        slots = layout.pack(handle.plan)[start:end]
-        params = torch.from_numpy(pack_sampling(handle.plan)).to(self._device)
-        return [
-            logits,
-            handle.tokens,
-            params,
-            self._newest,
-            torch.from_numpy(slots.copy()).to(self._device),
-        ]
-
-    def _sample(self, handle: StepHandle, logits: Tensor, draw: Draw) -> StepHandle:
-        sampler = self._samplers[handle.plan.bucket.num_samples, draw]
-        tokens, self._newest = sampler(self._sampler_inputs(handle, logits))
-        return StepHandle(handle.plan, tokens)
+        greedy, logits, self._newest, *self._cache = program(self._inputs(plan))
+        return greedy, logits
 
 
 def make_step(
@@ -238,19 +218,6 @@ def make_step(
         return greedy, logits, newest, *tensors.keys, *tensors.values
 
     return step
-
-
-def make_sampling(draw: Draw) -> Callable[..., tuple[Tensor, ...]]:
-    """The sampling function: logits, greedy tokens, parameters, newest, slots to tokens and newest."""
-
-    def sample(
-        logits: Tensor, greedy: Tensor, params: Tensor, newest: Tensor, slots: Tensor
-    ) -> tuple[Tensor, ...]:
-        tokens = sampling.sample(logits, greedy, params, truncates=draw is Draw.TRUNCATED)
-        newest[slots.long()] = tokens
-        return tokens, newest
-
-    return sample
 
 
 def _unpack(packed: Tensor, layout: BatchLayout) -> dict[str, Tensor]:

@@ -113,16 +113,20 @@ class ChoiceOutput:
     max_tokens: int
     """What of `sampling.max_tokens` fits into the context."""
     num_tokens: int = 0
+    end_token_ids: frozenset[int] = field(init=False)
+    """Tokens that end the answer."""
     stops: StopStrings = field(init=False)
 
     def __post_init__(self) -> None:
+        eos = frozenset() if self.sampling.ignore_eos else self.eos_token_ids
+        self.end_token_ids = eos | frozenset(self.sampling.stop_token_ids)
         self.stops = StopStrings(self.sampling.stop)
 
     def push(self, token: int) -> Emission:
         """Account for one generated token. Its text is not sent if the token itself ends the choice."""
         self.num_tokens += 1
         early = self.num_tokens < self.sampling.min_tokens
-        if not early and self._ends(token):
+        if not early and token in self.end_token_ids:
             stop_reason = None if token in self.eos_token_ids else token
             return Emission(self.stops.flush(), FinishReason.STOP, stop_reason)
         text = self.detokenizer.push(token)
@@ -137,7 +141,3 @@ class ChoiceOutput:
     def finish(self) -> Emission:
         """The choice has no more tokens (a script ran out): let go what was held back."""
         return Emission(self.stops.flush(), FinishReason.STOP)
-
-    def _ends(self, token: int) -> bool:
-        is_eos = token in self.eos_token_ids and not self.sampling.ignore_eos
-        return is_eos or token in self.sampling.stop_token_ids

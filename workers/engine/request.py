@@ -1,10 +1,11 @@
 """One choice of a request on its way through the engine."""
 
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum, auto
 
 from workers.engine.kv_cache import BlockTable
+from workers.engine.logprobs import ChoiceLogprobs
 from workers.engine.output_processor import ChoiceOutput
 from workers.protocol import GenerateRequest
 
@@ -61,8 +62,12 @@ class Sequence:
     arrived_s: float = 0.0
     """When the engine got it, on the clock of its step log."""
 
+    logprobs: ChoiceLogprobs = field(init=False)
+
     def __post_init__(self) -> None:
         assert self.token_ids, "a sequence has at least one token"
+        prompt = self.request.prompt_token_ids
+        self.logprobs = ChoiceLogprobs(self.request.sampling, prompt, self.choice == 0)
 
     @property
     def has_started(self) -> bool:

@@ -14,7 +14,7 @@ import bisect
 import sys
 from dataclasses import dataclass
 
-from torchtpu.buckets import NO_PREFILL, BucketLadder, PrefillShape
+from torchtpu.buckets import NO_PREFILL, SEGMENT_SAMPLES, BucketLadder, PrefillShape
 from workers.engine.fair_queue import FairQueue
 from workers.engine.kv_cache import BlockPool
 from workers.engine.outputs import DecodeRow, PrefillSegment, StepPlan
@@ -76,7 +76,10 @@ class Scheduler:
         if not rows and not segments:
             return None
         reach = [row.position + 1 for row in rows] + [s.start + s.length for s in segments]
-        bucket = self._config.ladder.choose(len(rows), max(reach), shape)
+        # Scored tokens take their logits from places in which no row decodes: the more the better.
+        scores = any(segment.scores for segment in segments)
+        num_rows = self._config.ladder.max_rows if scores else len(rows)
+        bucket = self._config.ladder.choose(num_rows, max(reach), shape)
         return StepPlan(bucket, rows, segments)
 
     def preempt_all(self) -> None:
@@ -133,7 +136,9 @@ class Scheduler:
             sequence = self.waiting.first()
             if sequence is None:
                 return
-            cached = sequence.table.match(sequence.token_ids)
+            # A token that was computed before has no logits now.
+            is_scoring = sequence.logprobs.is_scoring
+            cached = 0 if is_scoring else sequence.table.match(sequence.token_ids)
             if sequence.table.num_missing(len(sequence.token_ids) + 1) > self._num_free:
                 sequence.table.clear()
                 return
@@ -159,16 +164,17 @@ class Scheduler:
         for sequence in candidates:
             self._catch_up(sequence)
         budget = self._config.max_step_tokens or sys.maxsize
-        waiting = _within(budget - num_rows, [s.num_to_prefill for s in candidates])
+        most = self._most_tokens(candidates, num_rows)
+        waiting = _within(budget - num_rows, most)
         if not waiting:
             return [], NO_PREFILL
         shape = self._config.ladder.choose_prefill(waiting, self._config.prefill_overhead_tokens)
         room = min(shape.tokens, budget - num_rows)
         segments: list[PrefillSegment] = []
-        for sequence in candidates[: shape.segments]:
+        for sequence, limit in zip(candidates[: shape.segments], most, strict=False):
             # What those before it compute in this very step counts too.
             self._catch_up(sequence)
-            length = min(sequence.num_to_prefill, shape.segment_len, room)
+            length = min(sequence.num_to_prefill, limit, shape.segment_len, room)
             if length == 0:
                 break
             room -= length
@@ -181,9 +187,24 @@ class Scheduler:
         sequence.num_computed += length
         sequence.num_in_flight += is_last
         sequence.table.publish(sequence.token_ids, sequence.num_computed)
-        return PrefillSegment(sequence, sequence.epoch, start, length, samples=is_last)
+        scores = sequence.logprobs.is_scoring
+        return PrefillSegment(sequence, sequence.epoch, start, length, is_last, scores)
+
+    def _most_tokens(self, candidates: list[Sequence], num_rows: int) -> list[int]:
+        """What each may compute: scored tokens need logits, and there are few beside one a segment."""
+        free = self._config.ladder.max_rows - num_rows + SEGMENT_SAMPLES - len(candidates)
+        most = []
+        for sequence in candidates:
+            num_tokens = sequence.num_to_prefill
+            if sequence.logprobs.is_scoring:
+                num_tokens = min(num_tokens, free + 1)
+                free -= num_tokens - 1
+            most.append(num_tokens)
+        return most
 
     def _catch_up(self, sequence: Sequence) -> None:
+        if sequence.logprobs.is_scoring:
+            return
         before = sequence.num_computed
         sequence.num_computed = sequence.table.catch_up(sequence.token_ids, before)
         gained = sequence.num_computed - before

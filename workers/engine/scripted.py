@@ -5,6 +5,9 @@ limits, stop strings, held-back characters and aborts, only without weights. Thr
 
     FAIL  the request ends with an error        HANG  the request rests until it is aborted
     EXIT  the process dies at once, as if it had been killed
+
+Log-probabilities are invented: a token's own is -0.5, and the likeliest tokens are itself and the ids that
+follow it in the vocabulary, each 1.5 less. A piece of a script passes for the token of its first byte.
 """
 
 import hashlib
@@ -14,6 +17,7 @@ import zlib
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cache
 
 import msgspec
 from tokenizers import AddedToken, Tokenizer
@@ -25,7 +29,14 @@ from workers.engine.interface import EngineStats, LoadedEngine, Progress
 from workers.engine.output_processor import BytesDetokenizer, ChoiceOutput, Emission
 from workers.engine.step_log import EngineLoad, StepLog, StepMember, StepSink, StepWork
 from workers.errors import RequestError
-from workers.protocol import FinishReason, GenerateRequest, ModelCard, OutputDelta, Usage
+from workers.protocol import (
+    FinishReason,
+    GenerateRequest,
+    ModelCard,
+    OutputDelta,
+    TokenLogprobs,
+    Usage,
+)
 
 FAIL = b"\x00FAIL"
 HANG = b"\x00HANG"
@@ -48,6 +59,8 @@ class _Choice:
     index: int
     output: ChoiceOutput
     is_held: bool = False
+    has_begun: bool = False
+    """Whether a delta of it was sent."""
 
 
 class _Run:
@@ -127,6 +140,21 @@ class _Run:
             return None
         return self._delta(choice, Emission("", FinishReason.ERROR), 0, FAILURE)
 
+    def _logprobs(self, choice: _Choice, num_tokens: int) -> tuple[TokenLogprobs, ...] | None:
+        """Those of the newest `num_tokens` tokens, if they were asked for."""
+        num_top, end = self.request.sampling.logprobs, choice.output.num_tokens
+        if num_top is None:
+            return None
+        pieces = self.script[end - num_tokens : end]
+        return tuple(invented_logprobs(_token_of(piece), num_top) for piece in pieces)
+
+    def _prompt_logprobs(self, choice: _Choice) -> tuple[TokenLogprobs | None, ...] | None:
+        num_top = self.request.sampling.prompt_logprobs
+        if num_top is None or choice.index or choice.has_begun:
+            return None
+        tokens = self.request.prompt_token_ids[1:]
+        return None, *(invented_logprobs(token, num_top) for token in tokens)
+
     def _delta(
         self, choice: _Choice, emission: Emission, num_tokens: int, error: str | None = None
     ) -> OutputDelta:
@@ -141,6 +169,7 @@ class _Run:
                     completion_tokens=self.num_tokens,
                     decode_s=time.monotonic() - self.started_s,
                 )
+        prompt_logprobs, choice.has_begun = self._prompt_logprobs(choice), True
         return OutputDelta(
             request_id=self.request.request_id,
             seq=seq,
@@ -151,6 +180,8 @@ class _Run:
             stop_reason=emission.stop_reason,
             error=error,
             usage=usage,
+            logprobs=self._logprobs(choice, num_tokens),
+            prompt_logprobs=prompt_logprobs,
         )
 
 
@@ -287,6 +318,23 @@ class ScriptedEngine:
         self._num_rows -= num_choices
         if not self._running[request_id].choices:
             del self._running[request_id]
+
+
+def invented_logprobs(token: int, num_top: int) -> TokenLogprobs:
+    """What the scripted engine reports of a token."""
+    vocab_size = _tokenizer().get_vocab_size()
+    top = tuple(((token + i) % vocab_size, -0.5 - 1.5 * i) for i in range(num_top))
+    return TokenLogprobs(token, -0.5, top)
+
+
+def _token_of(piece: bytes) -> int:
+    ids = _tokenizer().encode(piece.decode(errors="ignore")).ids
+    return ids[0] if ids else 0
+
+
+@cache
+def _tokenizer() -> Tokenizer:
+    return scripted_tokenizer()
 
 
 def scripted_tokenizer() -> Tokenizer:
