@@ -77,3 +77,9 @@ def test_programs_take_their_code_and_the_largest_one_s_temporaries(llama: Llama
     total = programs_bytes(llama, ladder, kv_bytes=4096, vocab_size=VOCAB)
     code = PROGRAM_BYTES * len(ladder.buckets)
     assert code + 8 * 256 * 4096 < total < code + 4 * 8 * 256 * 4096
+
+
+def test_what_sampling_keeps_grows_with_the_vocabulary(llama: LlamaForCausalLM):
+    ladder = default_ladder(8, 256)
+    few, many = (programs_bytes(llama, ladder, 4096, vocab) for vocab in (VOCAB, VOCAB + 1000))
+    assert many - few > 9 * 1000 * 8

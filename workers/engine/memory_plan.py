@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_leaves
 
 from torchtpu.buckets import BucketLadder
 from torchtpu.ops import attention
+from workers.engine.sampler import state_bytes
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -64,11 +65,14 @@ def weights_bytes(model: "PreTrainedModel") -> int:
 def programs_bytes(
     model: "PreTrainedModel", ladder: BucketLadder, kv_bytes: int, vocab_size: int
 ) -> int:
-    """Code of all programs and temporaries of the largest; `kv_bytes` are one layer's for one token."""
+    """Code of all programs, temporaries of the largest, and what sampling keeps; `kv_bytes` are one layer's
+    for one token.
+    """
     num_samples = max(bucket.num_samples for bucket in ladder.buckets)
     num_tokens = max(bucket.num_tokens for bucket in ladder.buckets)
     gathered = GATHER_COPIES * kv_bytes * ladder.max_rows * ladder.max_context
     sampling = LOGITS_COPIES * 4 * num_samples * vocab_size
+    sampling += state_bytes(ladder.max_rows, vocab_size)
     code = PROGRAM_BYTES * len(ladder.buckets)
     return code + forward_bytes(model, num_tokens, num_samples) + gathered + sampling
 

@@ -39,11 +39,6 @@ class SamplerConfig:
     dtype: torch.dtype
     """Of the logits."""
 
-    @property
-    def state_bytes(self) -> int:
-        """Device memory of facts and bias: eight bytes for each row and token of the vocabulary."""
-        return (self.max_rows + 1) * self.vocab_size * 8
-
 
 class Sampler:
     """`reset`, `start` and `finish` come first; afterwards nothing compiles."""
@@ -145,6 +140,11 @@ class Sampler:
 
     def _upload(self, array: NDArray[np.int32]) -> Tensor:
         return torch.from_numpy(array).to(self._device)
+
+
+def state_bytes(max_rows: int, vocab_size: int) -> int:
+    """Device memory of facts and bias."""
+    return (max_rows + 1) * vocab_size * (torch.int32.itemsize + torch.float32.itemsize)
 
 
 def make_draw(draw: Draw) -> Callable[..., tuple[Tensor, ...]]:
