@@ -48,6 +48,14 @@ class ProcessMemory:
 
 
 @dataclass(frozen=True)
+class CpuTime:
+    """CPU time of one process since it started, in seconds."""
+
+    user_s: float
+    system_s: float
+
+
+@dataclass(frozen=True)
 class RunningServer:
     recipe: Recipe
     pid: int
@@ -56,12 +64,25 @@ class RunningServer:
 
     def peak_memory(self) -> list[ProcessMemory]:
         """One row per living process, the largest first (VmHWM of Linux: no sampling needed)."""
-        parent = psutil.Process(self.pid)
         rows = []
-        for process in [parent, *parent.children(recursive=True)]:
+        for process in self._processes():
             with contextlib.suppress(psutil.NoSuchProcess, FileNotFoundError, StopIteration):
                 rows.append(ProcessMemory(_label(process), _peak_rss_mib(process.pid)))
         return sorted(rows, key=lambda row: -row.peak_rss_mib)
+
+    def cpu_times(self) -> dict[str, CpuTime]:
+        """Of each living process, by its name; processes of one name together."""
+        times: dict[str, CpuTime] = {}
+        for process in self._processes():
+            with contextlib.suppress(psutil.NoSuchProcess):
+                name, spent = _label(process), process.cpu_times()
+                so_far = times.get(name, CpuTime(0.0, 0.0))
+                times[name] = CpuTime(so_far.user_s + spent.user, so_far.system_s + spent.system)
+        return times
+
+    def _processes(self) -> list[psutil.Process]:
+        parent = psutil.Process(self.pid)
+        return [parent, *parent.children(recursive=True)]
 
 
 def _label(process: psutil.Process) -> str:
