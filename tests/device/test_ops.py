@@ -218,3 +218,62 @@ def test_a_step_writes_its_own_slots_and_the_trash_only(
                 expected[:, slot] = new[0, :, index]
         after = after.view_as(expected)
         assert torch.equal(after[:, BLOCK_LEN:], expected[:, BLOCK_LEN:])
+
+
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 1e-2)], ids=str
+)
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "dim", "value_dim"),
+    [(9, 3, 64, 64), (4, 4, 16, 128), (10, 2, 80, 80), (8, 1, 256, 40), (2, 1, 7, 5)],
+)
+def test_the_kernel_takes_heads_of_any_size_and_number(  # noqa: PLR0913 -- fixtures and sizes
+    compiled: Callable[..., Program],
+    heads: int,
+    kv_heads: int,
+    dim: int,
+    value_dim: int,
+    dtype: torch.dtype,
+    tolerance: float,
+):
+    """Five tokens of one sequence in blocks of 16, one of them where a block begins."""
+    generator = torch.Generator().manual_seed(3)
+    table = [5, 2, 7, 1, 6, 3]
+    order = torch.tensor([table[p // 16] * 16 + p % 16 for p in range(96)])
+    positions = torch.tensor([0, 15, 16, 50, 95])
+    num_slots, num_tokens = 8 * 16, len(positions)
+    shapes = [
+        (num_tokens, heads, dim),
+        (num_tokens, kv_heads, dim),
+        (num_tokens, kv_heads, value_dim),
+        (kv_heads * num_slots, dim),
+        (kv_heads * num_slots, value_dim),
+    ]
+    tensors = [torch.randn(shape, generator=generator).to(dtype) for shape in shapes]
+    where = [order[positions], positions, torch.tensor([table]), torch.zeros(num_tokens)]
+    numbers = [torch.full((heads,), -torch.inf), torch.tensor([16.0, dim**-0.5, 0.0, 0.0])]
+    inputs = [*tensors, *(index.int() for index in where), *numbers]
+    out, *caches = compiled(kernel_alone, inputs, donated=(3, 4))(inputs)
+    keys, values = (c.float().view(kv_heads, num_slots, -1).transpose(0, 1) for c in caches)
+    assert torch.equal(keys[order[positions]], tensors[1].float())
+    for index, position in enumerate(positions.tolist()):
+        seen = [
+            c[order[: position + 1]].repeat_interleave(heads // kv_heads, 1) for c in (keys, values)
+        ]
+        scores = torch.einsum("hd,khd->hk", tensors[0][index].float(), seen[0]) * dim**-0.5
+        expected = torch.einsum("hk,khd->hd", scores.softmax(-1), seen[1])
+        torch.testing.assert_close(out[index].float(), expected, rtol=tolerance, atol=tolerance)
+
+
+def test_the_kernel_refuses_a_position_without_a_block(compiled: Callable[..., Program]):
+    tensors = [torch.zeros(size) for size in [(1, 1, 4), (1, 1, 4), (1, 1, 4), (32, 4), (32, 4)]]
+    slots, position, table, token_table = torch.tensor([[0], [16], [1], [0]], dtype=torch.int32)
+    numbers = [torch.zeros(1), torch.tensor([16.0, 1.0, 0.0, 0.0])]
+    inputs = [*tensors, slots, position, table[None], token_table, *numbers]
+    program = compiled(kernel_alone, inputs, donated=(3, 4))
+    with pytest.raises(RuntimeError, match="a position has no block"):
+        program(inputs)
+
+
+def kernel_alone(*inputs: Tensor) -> tuple[Tensor, ...]:
+    return native_attention.operation()(*inputs)

@@ -34,14 +34,14 @@ def _attend(layer: Layer, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     inputs = [query, key, value, step.keys[index], step.values[index]]
     options = step.options(layer.scale, layer.softcap, layer.sliding_window)
     sinks = step.no_sinks(query.shape[1]) if layer.sinks is None else layer.sinks.float()
-    answers, step.keys[index], step.values[index] = _operation()(
+    answers, step.keys[index], step.values[index] = operation()(
         *(tensor.contiguous() for tensor in inputs), *step.indices(), sinks, options
     )
     return answers
 
 
 @cache
-def _operation() -> Operation:
+def operation() -> Operation:
     """Registered with torch at the first call."""
     import jax
 
