@@ -77,6 +77,102 @@ async def test_completions(client: AsyncOpenAI, prompt: Any, expected: list[str]
     assert texts == {choice.index: choice.text for choice in answer.choices}
 
 
+SPELLED = {"x-model-script": json.dumps([*"tide"])}
+"""The scripted model's tokens are bytes: what it tells of these is their own text."""
+
+
+async def test_log_probabilities_of_a_chat(client: AsyncOpenAI):
+    ask: Any = {**ASK, "n": 2, "logprobs": True, "top_logprobs": 3, "extra_headers": SPELLED}
+    answer = await client.chat.completions.create(**ask)
+    told: dict[int, list[Any]] = {0: [], 1: []}
+    async for chunk in await client.chat.completions.create(**ask, stream=True):
+        for piece in chunk.choices:
+            told[piece.index] += (piece.logprobs and piece.logprobs.content) or []
+    for choice in answer.choices:
+        assert choice.logprobs is not None
+        assert choice.logprobs.content is not None
+        assert choice.logprobs.refusal is None
+        assert [token.token for token in choice.logprobs.content] == [*"tide"]
+        assert (
+            bytes(byte for token in choice.logprobs.content for byte in token.bytes or [])
+            == b"tide"
+        )
+        for token in choice.logprobs.content:
+            assert len(token.top_logprobs) == 3
+            assert token.top_logprobs[0].logprob == token.logprob < 0
+        assert told[choice.index] == choice.logprobs.content
+
+
+async def test_log_probabilities_of_a_chat_alone(client: AsyncOpenAI):
+    answer = await client.chat.completions.create(**ASK, logprobs=True, extra_headers=SPELLED)
+    assert answer.choices[0].logprobs is not None
+    assert [t.top_logprobs for t in answer.choices[0].logprobs.content or []] == [[]] * 4
+    silent = await client.chat.completions.create(**ASK, logprobs=False, extra_headers=SPELLED)
+    assert silent.choices[0].logprobs is None
+
+
+async def test_log_probabilities_of_completions(client: AsyncOpenAI):
+    ask: Any = {"model": "m-small", "prompt": ["a", "b"], "n": 2, "extra_headers": SPELLED}
+    answer = await client.completions.create(**ask, logprobs=2)
+    assert [choice.index for choice in answer.choices] == [0, 1, 2, 3]
+    for choice in answer.choices:
+        assert choice.logprobs is not None
+        assert choice.logprobs.tokens == [*"tide"]
+        assert choice.logprobs.text_offset == [0, 1, 2, 3]
+        assert all(value < 0 for value in choice.logprobs.token_logprobs or [])
+        assert [len(top) for top in choice.logprobs.top_logprobs or []] == [2] * 4
+
+
+async def test_an_echo_with_log_probabilities(client: AsyncOpenAI):
+    # The client's type of a list of log-probabilities knows no null, which OpenAI sends for a first token.
+    ask: Any = {"model": "m-small", "prompt": "ab", "n": 2, "echo": True, "logprobs": 0}
+    async with AsyncOpenAI(base_url=client.base_url, api_key=ADMIN_KEY) as loose:
+        answer = await loose.completions.create(**ask, extra_headers=SPELLED)
+        texts, tokens = {0: "", 1: ""}, {0: [], 1: []}
+        async for chunk in await loose.completions.create(
+            **ask, stream=True, extra_headers=SPELLED
+        ):
+            for piece in chunk.choices:
+                texts[piece.index] += piece.text
+                tokens[piece.index] += (piece.logprobs and piece.logprobs.tokens) or []
+    for choice in answer.choices:
+        assert choice.text == "abtide" == texts[choice.index]
+        assert choice.logprobs is not None
+        assert choice.logprobs.tokens == [*"abtide"] == tokens[choice.index]
+        assert (choice.logprobs.token_logprobs or [0])[0] is None
+        assert choice.logprobs.text_offset == [*range(6)]
+
+
+async def test_an_echo_of_token_ids(client: AsyncOpenAI):
+    answer = await client.completions.create(
+        model="m-small", prompt=[65, 66], echo=True, extra_headers=SPELLED
+    )
+    assert answer.choices[0].text.endswith("tide")
+    assert len(answer.choices[0].text) == 6
+
+
+async def test_log_probabilities_of_a_prompt(client: AsyncOpenAI):
+    asked = {"prompt_logprobs": 2}
+    chat = await client.chat.completions.create(**ASK, extra_body=asked)
+    prompt: Any = chat.model_extra and chat.model_extra["prompt_logprobs"]
+    assert chat.usage is not None
+    assert len(prompt) == chat.usage.prompt_tokens
+    plain = await client.completions.create(model="m-small", prompt="ab", extra_body=asked)
+    entries: Any = plain.choices[0].model_extra and plain.choices[0].model_extra["prompt_logprobs"]
+    assert entries[0] is None
+    assert [entry["decoded_token"] for entry in entries[1].values()][0] == "b"
+    assert all(entry["logprob"] < 0 for entry in entries[1].values())
+
+
+async def test_the_best_of_several(client: AsyncOpenAI):
+    answer = await client.completions.create(
+        model="m-small", prompt="a", n=2, best_of=3, extra_headers=SPELLED
+    )
+    assert [choice.index for choice in answer.choices] == [0, 1]
+    assert answer.usage is not None
+    assert answer.usage.completion_tokens == 12
+
+
 async def test_models(client: AsyncOpenAI):
     assert [model.id async for model in client.models.list()] == ["m-small"]
     assert (await client.models.retrieve("m-small")).owned_by == "tpugate"
