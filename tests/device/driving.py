@@ -10,7 +10,6 @@ from torchtpu.buckets import BucketLadder, PrefillShape
 from torchtpu.environment import read_settings
 from workers.engine.build import EngineConfig
 from workers.engine.engine import EngineParts, ModelEngine
-from workers.engine.kv_cache import BlockPool
 from workers.engine.request import Sequence
 from workers.engine.scheduler import Scheduler
 from workers.protocol import FinishReason, GenerateRequest, SamplingParams, Usage
@@ -48,9 +47,9 @@ def fresh_engine(parts: EngineParts, num_blocks: int | None = None) -> ModelEngi
 
     `num_blocks` makes it use that much of the cache only.
     """
-    pool = BlockPool(parts.pool.num_blocks if num_blocks is None else num_blocks + 1)
-    scheduler = Scheduler(parts.scheduler._config, pool)
-    return ModelEngine(replace(parts, pool=pool, scheduler=scheduler))
+    cache = parts.cache.emptied() if num_blocks is None else parts.cache.emptied(num_blocks)
+    scheduler = Scheduler(parts.scheduler._config, cache)
+    return ModelEngine(replace(parts, cache=cache, scheduler=scheduler))
 
 
 def new_request(prompt: Iterable[int], n: int = 1, **sampling: object) -> GenerateRequest:

@@ -1,6 +1,7 @@
 """Protects that models run unmodified: another architecture than the default one's, with sliding windows,
 scaled embeddings and tied weights, gives the tokens of transformers."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,9 @@ from tests.device.reference import Reference
 from torchtpu.buckets import BucketLadder, PrefillShape
 from torchtpu.device import Device
 from workers.engine.build import build_engine
-from workers.engine.engine import EngineParts
+from workers.engine.engine import EngineParts, ModelEngine
+from workers.engine.kv_cache import BlockPool, CacheGroup, KVCache, most_held
+from workers.engine.scheduler import Scheduler
 
 VOCAB = 96
 WINDOW = 16
@@ -102,3 +105,21 @@ def test_the_window_does_not_disturb_the_prefix_cache(gemma: EngineParts, prompt
     first, second = (ask_one(engine, prompts[7], max_tokens=20) for _ in range(2))
     assert second.usage.cached_tokens > WINDOW
     assert second.tokens == first.tokens
+
+
+def test_blocks_behind_the_window_come_back(gemma: EngineParts, prompts: list[list[int]]):
+    whole, window = gemma.cache.groups
+    assert (whole.window, window.window) == (None, WINDOW)
+    expected = ask(fresh_engine(gemma), [new_request(p, max_tokens=20) for p in prompts])
+    # As many blocks as one window needs: a second request could not even begin if they did not come back.
+    most = most_held(WINDOW, gemma.block_len, gemma.cache.max_chunk)
+    cache = KVCache(
+        [CacheGroup(BlockPool(whole.pool.num_blocks)), CacheGroup(BlockPool(most + 1), WINDOW)],
+        gemma.block_len,
+        gemma.cache.max_chunk,
+    )
+    scheduler = Scheduler(gemma.scheduler._config, cache)
+    engine = ModelEngine(replace(gemma, cache=cache, scheduler=scheduler))
+    answers = ask(engine, [new_request(p, max_tokens=20) for p in prompts])
+    assert [answer.tokens for answer in answers] == [answer.tokens for answer in expected]
+    cache.check([])

@@ -68,8 +68,16 @@ class ToyRunner:
 
     num_programs = 0
 
-    def __init__(self, ladder: BucketLadder, num_blocks: int, block_len: int) -> None:
-        self._ladder, self._num_blocks, self._block_len = ladder, num_blocks, block_len
+    def __init__(
+        self,
+        ladder: BucketLadder,
+        block_len: int,
+        num_blocks: Sequence[int],
+        windows: Sequence[int | None] = (None,),
+    ) -> None:
+        """`num_blocks` and `windows` of each group of layers; the first one sees every token."""
+        self._ladder, self._block_len = ladder, block_len
+        self._num_blocks, self._windows = num_blocks, windows
         self.lose_next: str | None = None
         """`dispatch` or `collect`: where the next step fails."""
         self.plans: list[StepPlan] = []
@@ -85,7 +93,7 @@ class ToyRunner:
         return 0
 
     def reset_cache(self) -> None:
-        self._cache = np.full(self._num_blocks * self._block_len, -1)
+        self._caches = [np.full(n * self._block_len, -1) for n in self._num_blocks]
         self._newest = np.full(self.max_rows + 1, -1)
 
     def dispatch(self, plan: StepPlan) -> ToyHandle:
@@ -93,20 +101,22 @@ class ToyRunner:
         self.watch(plan)
         lost, self.lose_next = self.lose_next, None
         if lost:
-            self._cache[:] = self._newest[:] = -1
+            for cache in (*self._caches, self._newest):
+                cache[:] = -1
         if lost == "dispatch":
             raise RuntimeError("buffer has been deleted or donated")
         return ToyHandle(plan, self._compute(plan), is_lost=lost == "collect")
 
     def _compute(self, plan: StepPlan) -> StepResults:
-        layout = BatchLayout(plan.bucket, self._block_len, self.max_rows)
+        layout = BatchLayout(plan.bucket, self._block_len, self.max_rows, len(self._caches))
         fields = layout.fields(layout.pack(plan))
         tokens = [*self._newest[fields["newest_rows"]], *fields["prompt_tokens"]]
         # All tokens of a step are written before any is read.
-        self._cache[fields["slots"]] = tokens
-        tables = fields["tables"][fields["token_tables"]]
+        for cache, slots in zip(self._caches, fields["slots"], strict=True):
+            cache[slots] = tokens
+        tables = fields["tables"][:, fields["token_tables"]]
         texts = [
-            self._read(tables[token], fields["positions"][token] + 1)
+            self._read(tables[:, token], int(fields["positions"][token]) + 1)
             for token in fields["sample_tokens"]
         ]
         sampled = [next_token(text) if text else -1 for text in texts]
@@ -117,12 +127,16 @@ class ToyRunner:
         rows = [_logprobs_row(*pair) for pair in zip(texts, wanted.tolist(), strict=True)]
         return StepResults(sampled, StepLogprobs(np.array(rows, np.int32)))
 
-    def _slot(self, blocks: NDArray[np.int32], position: int) -> int:
-        return int(blocks[position // self._block_len]) * self._block_len + (
-            position % self._block_len
-        )
+    def _read(self, tables: NDArray[np.int32], end: int) -> list[int]:
+        """The tokens so far; none if a group of layers does not have what it would look at."""
+        texts = [
+            [self._token(cache, blocks, p) for p in range(max(0, end - (window or end)), end)]
+            for cache, blocks, window in zip(self._caches, tables, self._windows, strict=True)
+        ]
+        text = texts[0]
+        agree = all(text[len(text) - len(other) :] == other for other in texts)
+        return text if agree and min(text, default=-1) >= 0 else []
 
-    def _read(self, blocks: NDArray[np.int32], end: int) -> list[int]:
-        """The tokens that the blocks hold; none if one of them was never written."""
-        text = [int(self._cache[self._slot(blocks, position)]) for position in range(end)]
-        return text if min(text, default=-1) >= 0 else []
+    def _token(self, cache: NDArray[np.int64], blocks: NDArray[np.int32], position: int) -> int:
+        block, offset = divmod(position, self._block_len)
+        return int(cache[blocks[block] * self._block_len + offset])

@@ -9,7 +9,7 @@ from tests.fakes.toy_device import EOS, NUM_TOKENS, ToyRunner, continuation, toy
 from torchtpu.buckets import NO_PREFILL, BucketLadder, PrefillShape
 from workers.engine.engine import EngineParts, ModelEngine
 from workers.engine.interface import EXPIRED
-from workers.engine.kv_cache import BlockPool
+from workers.engine.kv_cache import TRASH, BlockPool, CacheGroup, KVCache, most_held
 from workers.engine.outputs import StepPlan
 from workers.engine.request import Sequence, Status
 from workers.engine.scheduler import Scheduler, SchedulerConfig
@@ -26,6 +26,9 @@ LADDER = BucketLadder(
     contexts=(16, CONTEXT_LEN),
     mixed_contexts=(16, CONTEXT_LEN),
 )
+WINDOW = 6
+MAX_CHUNK = max(shape.segment_len for shape in LADDER.prefill)
+FEWEST_WINDOW_BLOCKS = most_held(WINDOW, BLOCK_LEN, MAX_CHUNK)
 ids = itertools.count()
 
 
@@ -33,16 +36,22 @@ def toy_engine(
     num_blocks: int = 4 * FEWEST_BLOCKS,
     max_step_tokens: int | None = None,
     clock: Callable[[], float] = time.time,
+    window_blocks: int | None = None,
 ) -> ModelEngine:
-    pool = BlockPool(num_blocks + 1)
+    """With `window_blocks` it has layers too that see a window, and so many blocks for them."""
+    pools = {None: BlockPool(num_blocks + 1)}
+    if window_blocks is not None:
+        pools[WINDOW] = BlockPool(window_blocks + 1)
+    groups = [CacheGroup(pool, window) for window, pool in pools.items()]
+    cache = KVCache(groups, BLOCK_LEN, MAX_CHUNK)
     config = SchedulerConfig(LADDER, 4, max_step_tokens)
+    sizes = [pool.num_blocks for pool in pools.values()]
     return ModelEngine(
         EngineParts(
-            runner=ToyRunner(LADDER, num_blocks + 1, BLOCK_LEN),
-            scheduler=Scheduler(config, pool),
-            pool=pool,
+            runner=ToyRunner(LADDER, BLOCK_LEN, sizes, list(pools)),
+            scheduler=Scheduler(config, cache),
+            cache=cache,
             tokenizer=scripted_tokenizer(),
-            block_len=BLOCK_LEN,
             context_len=CONTEXT_LEN,
             eos_token_ids=frozenset({EOS}),
             vocab_size=NUM_TOKENS,
@@ -81,17 +90,20 @@ class Driven:
     """A toy engine whose every step is checked."""
 
     def __init__(
-        self, num_blocks: int = 4 * FEWEST_BLOCKS, max_step_tokens: int | None = None
+        self,
+        num_blocks: int = 4 * FEWEST_BLOCKS,
+        max_step_tokens: int | None = None,
+        window_blocks: int | None = None,
     ) -> None:
         self.now_s = 1.0
-        self.engine = toy_engine(num_blocks, max_step_tokens, lambda: self.now_s)
+        self.engine = toy_engine(num_blocks, max_step_tokens, lambda: self.now_s, window_blocks)
         self.scheduler, self.runner = self.engine._scheduler, self.engine._runner
         self.runner.watch = self.check_plan
         self.collected = Collected()
         self.sequences: dict[str, list[Sequence]] = {}
         self.aborted: set[str] = set()
         self.max_step_tokens = max_step_tokens
-        self.tenants: dict[int, str] = {}
+        self.tenants: dict[tuple[int, int], str] = {}
         """Whose tokens each block holds."""
 
     @property
@@ -137,20 +149,25 @@ class Driven:
         spans = [(row.sequence, row.position, 1) for row in plan.rows]
         spans += [(segment.sequence, segment.start, segment.length) for segment in plan.segments]
         for sequence, start, length in spans:
-            tenant, blocks = sequence.request.cache_salt, sequence.table.blocks
-            for block in blocks[start // BLOCK_LEN : -(-(start + length) // BLOCK_LEN)]:
-                self.tenants[block] = tenant
-            assert {self.tenants[block] for block in blocks} == {tenant}, "tenants share a block"
+            tenant = sequence.request.cache_salt
+            for group, blocks in enumerate(sequence.table.blocks):
+                for block in blocks[start // BLOCK_LEN : -(-(start + length) // BLOCK_LEN)]:
+                    self.tenants[group, block] = tenant
+                owners = {self.tenants[group, block] for block in blocks if block != TRASH}
+                assert owners == {tenant}, "tenants share a block"
 
     def check_shared_blocks(self) -> None:
-        content: dict[int, tuple[int, ...]] = {}
+        content: dict[tuple[int, int], tuple[int, ...]] = {}
         for sequence in self.scheduler.running:
-            for index, block in enumerate(sequence.table.blocks):
-                text = tuple(sequence.token_ids[: (index + 1) * BLOCK_LEN])
-                if block in content:
-                    assert text == content[block], f"block {block} has two contents"
-                    assert len(text) == (index + 1) * BLOCK_LEN, f"{block} is shared half filled"
-                content[block] = text
+            for group, blocks in enumerate(sequence.table.blocks):
+                for index, block in enumerate(blocks):
+                    if block == TRASH:
+                        continue
+                    text = tuple(sequence.token_ids[: (index + 1) * BLOCK_LEN])
+                    if (group, block) in content:
+                        assert text == content[group, block], f"block {block} has two contents"
+                        assert len(text) == (index + 1) * BLOCK_LEN, f"{block} is half filled"
+                    content[group, block] = text
 
     def run(self) -> None:
         sequences = [s for i in self.live for s in self.sequences[i]]
@@ -167,13 +184,13 @@ class Driven:
             assert self.collected.is_over(request_id)
             for sequence in sequences:
                 check_answer(sequence, self.collected, is_aborted=request_id in self.aborted)
-        assert self.scheduler._pool.usage == 0
+        assert self.scheduler._cache.usage == 0
 
 
 def check_counts(sequence: Sequence) -> None:
     """A result is at most two steps away, and only the newest token is not in the cache yet."""
     assert 0 <= sequence.num_in_flight <= 2
-    assert 0 <= sequence.num_computed <= len(sequence.table.blocks) * BLOCK_LEN
+    assert 0 <= sequence.num_computed <= len(sequence.table.blocks[0]) * BLOCK_LEN
     if sequence.is_decoding:
         assert sequence.num_computed == sequence.total_len - 1
 

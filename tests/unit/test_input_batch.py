@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from torchtpu.buckets import NO_PREFILL, Bucket, PrefillShape
 from workers.engine.input_batch import BatchLayout
-from workers.engine.kv_cache import BlockPool, BlockTable
+from workers.engine.kv_cache import BlockPool, BlockTable, CacheGroup, KVCache
 from workers.engine.output_processor import BytesDetokenizer, ChoiceOutput
 from workers.engine.outputs import DecodeRow, PrefillSegment, StepPlan
 from workers.engine.request import Sequence, fold_seed
@@ -25,7 +25,7 @@ def sequence(row: int, tokens: list[int], seed: int = 0, **sampling: object) -> 
     request = GenerateRequest(
         request_id="r", model="m", reply_to="x", prompt_token_ids=tokens, sampling=params
     )
-    table = BlockTable(BlockPool(20), BLOCK_LEN)
+    table = BlockTable(KVCache([CacheGroup(BlockPool(20))], BLOCK_LEN, max_chunk=8))
     table.grow(len(tokens))
     output = ChoiceOutput(params, BytesDetokenizer(()), frozenset(), 5)
     return Sequence(request, 0, seed, output, table, tokens, arrival=1, row=row)
@@ -57,9 +57,9 @@ def test_every_field_of_a_mixed_step():
         "newest_rows": [5, TRASH_ROW, TRASH_ROW],
         # Three rows, two tokens of one prompt, four of the other, one of padding.
         "positions": [8, 0, 0, 4, 5, 8, 9, 10, 11, 0],
-        "slots": [12, 0, 0, 8, 9, 12, 13, 14, 15, 0],
+        "slots": [[12, 0, 0, 8, 9, 12, 13, 14, 15, 0]],
         # Of each row, then of each segment. The long one holds six blocks; this bucket looks at four.
-        "tables": [[1, 2, 3, 0], [0] * 4, [0] * 4, [1, 2, 0, 0], [1, 2, 3, 4]],
+        "tables": [[[1, 2, 3, 0], [0] * 4, [0] * 4, [1, 2, 0, 0], [1, 2, 3, 4]]],
         "token_tables": [0, 0, 0, 3, 3, 4, 4, 4, 4, 0],
         "prompt_tokens": [5, 6, 18, 19, 20, 21, 0],
         "grid_places": [0, 1, 4, 5, 6, 7, 0],
@@ -74,6 +74,26 @@ def test_an_empty_step_is_all_padding():
     fields = unpack(BUCKET, StepPlan(BUCKET, [], []))
     assert set(fields.pop("newest_rows")) == set(fields.pop("sample_rows")) == {TRASH_ROW}
     assert not any(np.any(value) for value in fields.values())
+
+
+def test_each_group_of_layers_has_its_own_blocks_and_the_trash_behind_a_window():
+    cache = KVCache([CacheGroup(BlockPool(20)), CacheGroup(BlockPool(20), window=4)], BLOCK_LEN, 8)
+    row, prompt = sequence(5, [7] * 9), sequence(6, [7] * 12)
+    for one in (row, prompt):
+        one.table = BlockTable(cache)
+        one.table.grow(len(one.token_ids))
+        one.table.release_behind(8)
+    plan = StepPlan(
+        BUCKET, [DecodeRow(row, 0, 8)], [PrefillSegment(prompt, 0, start=8, length=4, samples=True)]
+    )
+    layout = BatchLayout(BUCKET, BLOCK_LEN, TRASH_ROW, num_groups=2)
+    fields = layout.fields(layout.pack(plan))
+    assert fields["tables"][:, 0].tolist() == [[1, 2, 3, 0], [0, 2, 3, 0]]
+    assert fields["tables"][:, 3].tolist() == [[4, 5, 6, 0], [0, 4, 5, 0]]
+    assert fields["slots"][:, :7].tolist() == [
+        [12, 0, 0, 24, 25, 26, 27],
+        [12, 0, 0, 20, 21, 22, 23],
+    ]
 
 
 @settings(deadline=None)

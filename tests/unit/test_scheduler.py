@@ -94,7 +94,7 @@ def test_a_request_starts_only_if_its_first_token_has_room_too():
     second = driven.add(new_request(prompt_of(12, 2), max_tokens=4))
     driven.step()
     # Five blocks are held, three are free: enough for the prompt, too few for the prompt and a token.
-    assert len(driven.sequences[first][0].table.blocks) == 5
+    assert len(driven.sequences[first][0].table.blocks[0]) == 5
     assert driven.sequences[second][0].status is Status.WAITING
     driven.run()
     assert driven.scheduler.num_preemptions == 0

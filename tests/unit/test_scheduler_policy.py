@@ -7,6 +7,7 @@ from tests.fakes.toy_engine import (
     BLOCK_LEN,
     CONTEXT_LEN,
     FEWEST_BLOCKS,
+    FEWEST_WINDOW_BLOCKS,
     LADDER,
     Driven,
     new_request,
@@ -56,7 +57,7 @@ def test_choices_share_the_blocks_of_their_prompt_though_they_start_together(len
         request_id = driven.add(new_request(prompt_of(length), n=n, max_tokens=2))
         sequences = driven.sequences[request_id]
         driven.step_until(lambda own=sequences: all(s.is_decoding for s in own))
-        used.append(len({block for s in sequences for block in s.table.blocks}))
+        used.append(len({block for s in sequences for block in s.table.blocks[0]}))
         driven.run()
         driven.check_answers()
         computed = sum(s.length for plan in driven.runner.plans for s in plan.segments)
@@ -79,9 +80,9 @@ def test_a_prompt_takes_blocks_only_as_far_as_it_is_computed():
     request_id = driven.add(new_request(prompt_of(28)))
     (sequence,) = driven.sequences[request_id]
     driven.step()
-    assert len(sequence.table.blocks) == -(-sequence.num_computed // BLOCK_LEN) < 7
+    assert len(sequence.table.blocks[0]) == -(-sequence.num_computed // BLOCK_LEN) < 7
     # The rest is reserved: nobody else gets it.
-    assert driven.scheduler._num_free == 4 * FEWEST_BLOCKS - 7
+    assert driven.scheduler._unreserved() == [4 * FEWEST_BLOCKS - 7]
     driven.run()
 
 
@@ -181,4 +182,36 @@ def test_a_request_that_the_whole_cache_cannot_hold_is_refused_and_one_that_just
         driven.add(new_request(prompt_of(10), max_tokens=10 * CONTEXT_LEN))
     driven.add(new_request(prompt_of(10), max_tokens=room - 10))
     driven.run()
+    driven.check_answers()
+
+
+def test_layers_that_see_a_window_need_few_blocks_however_long_the_texts_are():
+    driven = Driven(4 * FEWEST_BLOCKS, window_blocks=LADDER.max_rows * FEWEST_WINDOW_BLOCKS)
+    for first in range(1, 7):
+        driven.add(new_request(prompt_of(20, first), max_tokens=12))
+    most = 0
+    while driven.engine.has_work():
+        driven.step()
+        pool = driven.scheduler._cache.groups[1].pool
+        most = max(most, pool.num_blocks - 1 - pool.num_free)
+    driven.check_answers()
+    assert driven.scheduler.num_preemptions == 0
+    assert most <= LADDER.max_rows * FEWEST_WINDOW_BLOCKS
+
+
+def test_one_window_s_blocks_are_enough_for_many_requests_one_after_the_other():
+    driven = Driven(4 * FEWEST_BLOCKS, window_blocks=FEWEST_WINDOW_BLOCKS)
+    for first in range(1, 5):
+        driven.add(new_request(prompt_of(20, first), max_tokens=12, n=2))
+    driven.run()
+    driven.check_answers()
+
+
+def test_a_prefix_is_found_again_though_its_window_has_moved_on():
+    driven, cached = Driven(window_blocks=4 * FEWEST_WINDOW_BLOCKS), []
+    for last in (1, 2):
+        request_id = driven.add(new_request([*prompt_of(20), last], max_tokens=2))
+        driven.run()
+        cached.append(cached_tokens(driven, request_id))
+    assert cached == [0, 20]
     driven.check_answers()

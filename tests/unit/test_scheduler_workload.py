@@ -10,7 +10,14 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from tests.fakes.toy_engine import CONTEXT_LEN, FEWEST_BLOCKS, LADDER, Driven, new_request
+from tests.fakes.toy_engine import (
+    CONTEXT_LEN,
+    FEWEST_BLOCKS,
+    FEWEST_WINDOW_BLOCKS,
+    LADDER,
+    Driven,
+    new_request,
+)
 
 REQUESTS = st.fixed_dictionaries(
     {
@@ -38,9 +45,12 @@ class Workload(RuleBasedStateMachine):
     @initialize(
         num_blocks=st.sampled_from([FEWEST_BLOCKS, FEWEST_BLOCKS + 3, 4 * FEWEST_BLOCKS]),
         max_step_tokens=st.sampled_from([None, LADDER.max_rows + 1, LADDER.max_rows + 5]),
+        window_blocks=st.sampled_from([None, FEWEST_WINDOW_BLOCKS, 2 * FEWEST_WINDOW_BLOCKS]),
     )
-    def begin(self, num_blocks: int, max_step_tokens: int | None) -> None:
-        self.driven = Driven(num_blocks, max_step_tokens)
+    def begin(
+        self, num_blocks: int, max_step_tokens: int | None, window_blocks: int | None
+    ) -> None:
+        self.driven = Driven(num_blocks, max_step_tokens, window_blocks)
 
     @rule(fields=REQUESTS, reports=REPORTS, patience_s=st.sampled_from([0, 0, 3]))
     def add(self, fields: dict[str, Any], reports: dict[str, Any], patience_s: int) -> None:
@@ -74,7 +84,7 @@ class Workload(RuleBasedStateMachine):
     @invariant()
     def rows_and_blocks_are_accounted_for(self) -> None:
         self.driven.scheduler.check_integrity()
-        assert self.driven.scheduler._num_free >= 0
+        assert self.driven.scheduler._unreserved()[0] >= 0
         assert len(self.driven.scheduler.running) <= LADDER.max_rows
 
     def teardown(self) -> None:

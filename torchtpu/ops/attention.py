@@ -37,6 +37,8 @@ class CacheShape:
     key: tuple[int, int]
     """(kv_heads, head_dim)"""
     value: tuple[int, int]
+    window: int | None = None
+    """Keys that a token sees, its own included; None is all."""
 
     def bytes_per_token(self, dtype: torch.dtype) -> int:
         return (self.key[0] * self.key[1] + self.value[0] * self.value[1]) * dtype.itemsize
@@ -136,22 +138,28 @@ class StepTensors:
         return self.shared[key]
 
 
-_current: StepTensors | None = None
+_current: Sequence[StepTensors] = ()
+"""Of each layer."""
 
 
 class bound_step:  # noqa: N801 -- used as a context manager, like torch.no_grad
-    """Makes the tensors of a step known to the attention layers while the model is traced or run."""
+    """Makes the tensors of a step known to the attention layers while the model is traced or run.
 
-    def __init__(self, step: StepTensors) -> None:
-        self._step = step
+    Layers whose keys lie in other blocks have other slots and tables: `groups` says which of the steps
+    each layer takes.
+    """
+
+    def __init__(self, *steps: StepTensors, groups: Sequence[int] | None = None) -> None:
+        groups = [0] * len(steps[0].keys) if groups is None else groups
+        self._layers = [steps[group] for group in groups]
 
     def __enter__(self) -> None:
         global _current
-        _current = self._step
+        _current = self._layers
 
     def __exit__(self, *_: object) -> None:
         global _current
-        _current = None
+        _current = ()
 
 
 def paged_attention(  # noqa: PLR0913 -- transformers' signature
@@ -170,10 +178,10 @@ def paged_attention(  # noqa: PLR0913 -- transformers' signature
 
     The signature is transformers'; `s_aux` are attention sinks, one logit a head (GPT-OSS).
     """
-    step = _current
-    assert step is not None, "paged attention runs inside bound_step only"
+    assert _current, "paged attention runs inside bound_step only"
     index = module.layer_idx
     assert isinstance(index, int)
+    step = _current[index]
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     layer = Layer(step, index, key.shape[1], scale, sliding_window, softcap, s_aux)
     tokens = [heads[0].transpose(0, 1) for heads in (query, key, value)]  # [N, heads, dim]

@@ -47,7 +47,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from torchtpu.compiler import StepCompiler
-    from torchtpu.ops.attention import Kernel
+    from torchtpu.ops.attention import CacheShape, Kernel
+    from workers.engine.cache_plan import CachePlan, GroupNeeds
     from workers.engine.memory_plan import MemoryPlan
     from workers.engine.model_runner import ModelRunner
     from workers.engine.step_log import StepSink
@@ -158,19 +159,17 @@ class EngineBuilder:
         from tokenizers import Tokenizer
 
         from workers.engine.engine import EngineParts, ModelEngine
-        from workers.engine.kv_cache import BlockPool
         from workers.engine.scheduler import Scheduler, SchedulerConfig
 
         tokens = read_tokenizer(self._local.path)
         limits = SchedulerConfig(self._ladder, max_step_tokens=self._config.max_step_tokens)
-        runner, num_blocks = self._runner()
-        pool = BlockPool(num_blocks)
+        runner, plan = self._runner()
+        cache = plan.new_cache()
         parts = EngineParts(
             runner=runner,
-            scheduler=Scheduler(limits, pool),
-            pool=pool,
+            scheduler=Scheduler(limits, cache),
+            cache=cache,
             tokenizer=Tokenizer.from_str(tokens.tokenizer_json.decode()),
-            block_len=self._config.block_len,
             context_len=self._context_len,
             eos_token_ids=self._info.eos_token_ids,
             vocab_size=self._info.vocab_size,
@@ -186,23 +185,17 @@ class EngineBuilder:
         )
         return LoadedEngine(ModelEngine(parts), self._card(tokens))
 
-    def _runner(self) -> "tuple[ModelRunner, int]":
+    def _runner(self) -> "tuple[ModelRunner, CachePlan]":
         from torchtpu.ops import attention
         from workers.engine.model_runner import ModelRunner, RunnerConfig, discover_cache_shapes
 
         attention.register()
         model = self._load(attention.ATTENTION_NAME)
         shapes = discover_cache_shapes(model)
-        num_blocks = self._num_blocks(model, [s.bytes_per_token(model.dtype) for s in shapes])
-        compiler = self._compiler(self._identity(model, num_blocks))
-        config = RunnerConfig(
-            self._ladder,
-            num_blocks,
-            self._config.block_len,
-            self._info.vocab_size,
-            self._kernel(),
-        )
-        return ModelRunner(self._device, model, shapes, compiler, config), num_blocks
+        plan = self._cache_plan(model, shapes)
+        compiler = self._compiler(self._identity(model, plan))
+        config = RunnerConfig(self._ladder, plan, self._info.vocab_size, self._kernel())
+        return ModelRunner(self._device, model, shapes, compiler, config), plan
 
     def _kernel(self) -> "Kernel | None":
         from torchtpu.ops import native_attention, packed_attention
@@ -240,34 +233,42 @@ class EngineBuilder:
         chosen: torch.dtype = getattr(torch, "bfloat16" if name == "auto" else name)
         return chosen
 
-    def _num_blocks(self, model: "PreTrainedModel", layer_bytes: list[int]) -> int:
-        """Room for every row's whole context if memory allows it, and for one at least.
-
-        `layer_bytes` are what each layer keeps of a token.
-        """
-        from workers.engine.memory_plan import GIB
+    def _cache_plan(self, model: "PreTrainedModel", shapes: "list[CacheShape]") -> "CachePlan":
+        """Room for every row's whole context if memory allows it, and for one at least."""
+        from workers.engine.cache_plan import CachePlan, group_layers, max_chunk
 
         block_len = self._config.block_len
-        if self._config.num_blocks is not None:
-            if self._config.num_blocks < -(-self._context_len // block_len):
+        groups = group_layers(shapes, self._ladder, block_len)
+        layer_bytes = [shape.bytes_per_token(model.dtype) for shape in shapes]
+        sizes = self._pool_sizes(model, groups, layer_bytes)
+        return CachePlan(block_len, max_chunk(self._ladder), groups, sizes)
+
+    def _pool_sizes(
+        self, model: "PreTrainedModel", groups: "tuple[GroupNeeds, ...]", layer_bytes: list[int]
+    ) -> tuple[int, ...]:
+        """`layer_bytes` are what each layer keeps of a token."""
+        from workers.engine.cache_plan import given_sizes, pool_sizes
+        from workers.engine.memory_plan import GIB
+
+        block_len, given = self._config.block_len, self._config.num_blocks
+        if given is not None:
+            if given < -(-self._context_len // block_len):
                 raise HopelessLoadError(
-                    f"{self._config.num_blocks} blocks of {block_len} tokens do not "
-                    f"hold one request of {self._context_len} tokens: raise --num-blocks or lower "
-                    "--context-len"
+                    f"{given} blocks of {block_len} tokens do not hold one request of "
+                    f"{self._context_len} tokens: raise --num-blocks or lower --context-len"
                 )
-            return self._config.num_blocks + 1
-        one = -(-self._ladder.max_context // block_len)
+            return given_sizes(groups, given)
         plan = self._memory_plan(model, max(layer_bytes))
-        block_bytes = block_len * sum(layer_bytes)
-        most = plan.cache // block_bytes - 1
-        if most < one:
+        block_bytes = [block_len * sum(layer_bytes[i] for i in group.layers) for group in groups]
+        sizes = pool_sizes(groups, block_bytes, plan.cache, self._ladder.max_rows)
+        if sizes is None:
+            least = sum(g.least * size for g, size in zip(groups, block_bytes, strict=True))
             raise LoadError(
                 f"the KV cache of one request of {self._context_len} tokens takes "
-                f"{one * block_bytes / GIB:.1f} GiB and does not fit: {plan}: lower --context-len "
+                f"{least / GIB:.1f} GiB and does not fit: {plan}: lower --context-len "
                 "or --max-rows, or raise --memory-share"
             )
-        # Whole contexts: the number is part of the kept programs' names, and free memory varies.
-        return min(self._ladder.max_rows, most // one) * one + 1
+        return sizes
 
     def _memory_plan(self, model: "PreTrainedModel", kv_bytes: int) -> "MemoryPlan":
         from workers.engine.memory_plan import MemoryPlan, programs_bytes, weights_bytes
@@ -281,12 +282,13 @@ class EngineBuilder:
         log.info("Memory: %s.", plan)
         return plan
 
-    def _identity(self, model: "PreTrainedModel", num_blocks: int) -> dict[str, object]:
+    def _identity(self, model: "PreTrainedModel", plan: "CachePlan") -> dict[str, object]:
         return {
             "model": model.config.to_dict(),
             "dtype": str(model.dtype),
             "block_len": self._config.block_len,
-            "num_blocks": num_blocks,
+            "num_blocks": plan.num_blocks,
+            "windows": [group.window for group in plan.groups],
             "max_rows": self._ladder.max_rows,
             "native_attention": self._has_kernel,
             "source": _source_digest(),

@@ -16,7 +16,7 @@ from tokenizers import Tokenizer
 
 from workers.engine.checks import check_sampling
 from workers.engine.interface import EXPIRED, EngineStats
-from workers.engine.kv_cache import BlockPool, BlockTable, salt_of
+from workers.engine.kv_cache import BlockTable, KVCache, salt_of
 from workers.engine.model_runner import ModelRunner, StepHandle
 from workers.engine.output_processor import ChoiceOutput, Emission, TokenizerDetokenizer
 from workers.engine.outputs import PrefillSegment, StepPlan, StepResults, is_current
@@ -41,9 +41,8 @@ class EngineParts:
 
     runner: ModelRunner
     scheduler: Scheduler
-    pool: BlockPool
+    cache: KVCache
     tokenizer: Tokenizer
-    block_len: int
     context_len: int
     eos_token_ids: frozenset[int]
     vocab_size: int
@@ -53,9 +52,8 @@ class EngineParts:
     """Unix time, by which deadlines pass."""
 
     @property
-    def num_tokens(self) -> int:
-        """What the KV cache holds."""
-        return (self.pool.num_blocks - 1) * self.block_len
+    def block_len(self) -> int:
+        return self.cache.block_len
 
 
 @dataclass
@@ -122,10 +120,10 @@ class ModelEngine:
                 f"The prompt has {prompt_len} tokens, the model's context {self._parts.context_len}."
             )
         num_tokens = prompt_len + min(request.sampling.max_tokens, room)
-        if num_tokens > self._parts.num_tokens:
+        if num_tokens > self._parts.cache.num_tokens:
             raise RequestError(
                 f"The prompt and max_tokens are {num_tokens} tokens together, the model's KV cache "
-                f"holds {self._parts.num_tokens}."
+                f"holds {self._parts.cache.num_tokens}."
             )
         check_sampling(request, self._parts.vocab_size)
         given = request.sampling.seed
@@ -184,7 +182,7 @@ class ModelEngine:
         return EngineStats(
             num_running=len(running),
             num_waiting=len(waiting),
-            kv_usage=self._parts.pool.usage,
+            kv_usage=self._parts.cache.usage,
             steps=self._num_steps,
             prompt_tokens=self._num_prompt_tokens,
             generation_tokens=self._num_generated,
@@ -197,7 +195,7 @@ class ModelEngine:
             num_prefix_hits=self._num_prefix_hits,
             num_preemptions=self._scheduler.num_preemptions,
             block_len=self._parts.block_len,
-            num_blocks=self._parts.pool.num_blocks - 1,
+            num_blocks=self._parts.cache.num_blocks,
         )
 
     def _expire(self) -> list[OutputDelta]:
@@ -220,7 +218,7 @@ class ModelEngine:
         return EngineLoad(
             num_running=len(self._scheduler.running),
             num_waiting=len(self._scheduler.waiting),
-            kv_usage=self._parts.pool.usage,
+            kv_usage=self._parts.cache.usage,
             num_compiles=self._runner.num_compilations() - self._compiles_at_start,
         )
 
@@ -239,7 +237,7 @@ class ModelEngine:
             choice=choice,
             seed=seed,
             output=ChoiceOutput(request.sampling, detokenizer, parts.eos_token_ids, max_tokens),
-            table=BlockTable(parts.pool, parts.block_len, salt_of(request.cache_salt)),
+            table=BlockTable(parts.cache, salt_of(request.cache_salt)),
             token_ids=list(request.prompt_token_ids),
             arrival=self._num_arrivals,
             arrived_s=self._log.now(),

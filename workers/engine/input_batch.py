@@ -31,6 +31,8 @@ class BatchLayout:
     bucket: Bucket
     block_len: int
     trash_row: int
+    num_groups: int = 1
+    """Of layers whose keys lie in blocks of their own (`workers.engine.kv_cache`)."""
 
     @cached_property
     def shapes(self) -> Mapping[str, Shape]:
@@ -40,10 +42,10 @@ class BatchLayout:
             # Which of the newest tokens on the device each decode row takes.
             "newest_rows": (rows,),
             "positions": (self.bucket.num_tokens,),
-            # Where each token's key and value go.
-            "slots": (self.bucket.num_tokens,),
+            # Where each token's key and value go, for each group of layers.
+            "slots": (self.num_groups, self.bucket.num_tokens),
             # The blocks of each row, then of each segment, and which of these a token looks at.
-            "tables": (rows + prefill.segments, blocks),
+            "tables": (self.num_groups, rows + prefill.segments, blocks),
             "token_tables": (self.bucket.num_tokens,),
             "prompt_tokens": (prefill.tokens,),
             # Each prompt token's place in the attention grid, segment * segment_len + offset.
@@ -94,12 +96,12 @@ class BatchLayout:
 
     def _pack_row(self, fields: Fields, index: int, row: DecodeRow) -> None:
         sequence = row.sequence
-        blocks = sequence.table.blocks
         fields["newest_rows"][index] = sequence.row
         fields["positions"][index] = row.position
         block, offset = divmod(row.position, self.block_len)
-        fields["slots"][index] = blocks[block] * self.block_len + offset
-        fields["tables"][index, : len(blocks)] = blocks
+        for group, blocks in enumerate(sequence.table.blocks):
+            fields["slots"][group, index] = blocks[block] * self.block_len + offset
+            fields["tables"][group, index, : len(blocks)] = blocks
         fields["token_tables"][index] = index
         fields["sample_tokens"][index] = index
         fields["sample_rows"][index] = sequence.row
@@ -110,18 +112,18 @@ class BatchLayout:
         """`first` is its place in the run of prompt tokens."""
         sequence, rows = segment.sequence, self.bucket.rows
         start, end, last = segment.start, segment.start + segment.length, first + segment.length
-        # A long prompt holds blocks beyond what this bucket looks at.
-        blocks = np.asarray(sequence.table.blocks[: fields["tables"].shape[1]], np.int32)
         positions = np.arange(start, end, dtype=np.int32)
         place = index * self.bucket.prefill.segment_len
         fields["prompt_tokens"][first:last] = sequence.token_ids[start:end]
         fields["positions"][rows + first : rows + last] = positions
-        fields["slots"][rows + first : rows + last] = (
-            blocks[positions // self.block_len] * self.block_len + positions % self.block_len
-        )
+        for group, held in enumerate(sequence.table.blocks):
+            blocks = np.asarray(held[: fields["tables"].shape[2]], np.int32)
+            fields["slots"][group, rows + first : rows + last] = (
+                blocks[positions // self.block_len] * self.block_len + positions % self.block_len
+            )
+            fields["tables"][group, rows + index, : len(blocks)] = blocks
         fields["grid_places"][first:last] = np.arange(place, place + segment.length)
         fields["segment_firsts"][index] = first
-        fields["tables"][rows + index, : len(blocks)] = blocks
         fields["token_tables"][rows + first : rows + last] = rows + index
         if segment.samples:
             fields["sample_tokens"][rows + index] = rows + last - 1

@@ -8,16 +8,27 @@ once. A block that nobody holds keeps its name until it is needed again, least r
     free     D, C                     allocate takes D, then evicts C
     names    hash(prompt 0-15) -> A,  hash(A, prompt 16-31) -> B, …
 
-Block 0 is the trash: padding is written there and nothing reads it. See vLLM's prefix caching, which
-works alike.
+Layers that see a sliding window have a pool of their own (`CacheGroup`): there a text keeps only the blocks
+that its next token still reaches. What falls behind the window is free for others, and its place in
+the text's table is taken by the trash, which the window hides:
+
+    every key       7  3  9  4  1
+    window of 32    0  0  0  6  2       the next token looks at the last two
+
+Block 0 is the trash: padding is written there and nothing reads it. See vLLM's prefix caching and its
+hybrid cache, which work alike.
 """
 
 import hashlib
+import sys
 from array import array
 from collections import OrderedDict
+from collections.abc import Iterable
 from collections.abc import Sequence as Tokens
+from dataclasses import dataclass
 
 BlockHash = bytes
+TRASH = 0
 
 
 def salt_of(tenant: str) -> BlockHash:
@@ -106,22 +117,109 @@ class BlockPool:
             del self._by_name[name]
 
 
-class BlockTable:
-    """The blocks of one sequence, and the names of the full ones among them."""
+@dataclass(frozen=True)
+class CacheGroup:
+    """Layers that keep the same tokens of a text."""
 
-    def __init__(self, pool: BlockPool, block_len: int, salt: bytes = b"") -> None:
-        self._pool = pool
-        self._block_len = block_len
+    pool: BlockPool
+    window: int | None = None
+    """Keys that a token sees, its own included; None is all."""
+
+
+class KVCache:
+    """The blocks of all layers."""
+
+    def __init__(self, groups: Iterable[CacheGroup], block_len: int, max_chunk: int) -> None:
+        """`max_chunk` is the most tokens of one text that a step computes."""
+        self.groups = tuple(groups)
+        self.block_len = block_len
+        self.max_chunk = max_chunk
+
+    def emptied(self, most: int = sys.maxsize) -> "KVCache":
+        """An empty one over the same tensors, which uses at most so many blocks of each pool."""
+        groups = [
+            CacheGroup(BlockPool(min(group.pool.num_blocks - 1, most) + 1), group.window)
+            for group in self.groups
+        ]
+        return KVCache(groups, self.block_len, self.max_chunk)
+
+    @property
+    def usage(self) -> float:
+        """Share of blocks held by somebody, 0 … 1."""
+        total = sum(group.pool.num_blocks - 1 for group in self.groups)
+        return 1 - sum(group.pool.num_free for group in self.groups) / total
+
+    @property
+    def num_blocks(self) -> int:
+        """Of the largest pool, without the trash."""
+        return max(group.pool.num_blocks for group in self.groups) - 1
+
+    @property
+    def num_tokens(self) -> int:
+        """The longest text that has room while it is alone."""
+        return min(
+            (group.pool.num_blocks - 1) * self.block_len
+            if group.pool.num_blocks - 1 < self.most_held(group)
+            else sys.maxsize
+            for group in self.groups
+        )
+
+    def first_seen(self, group: CacheGroup, num_tokens: int) -> int:
+        """Index of the first block that the token after so many others sees."""
+        return (
+            0 if group.window is None else max(0, num_tokens - group.window + 1) // self.block_len
+        )
+
+    def most_held(self, group: CacheGroup) -> int:
+        """Blocks that one text holds at most, however long it is."""
+        if group.window is None:
+            return sys.maxsize
+        return most_held(group.window, self.block_len, self.max_chunk)
+
+    def forget_all(self) -> None:
+        """The device lost the cache: no content can be found any more."""
+        for group in self.groups:
+            group.pool.forget_all()
+
+    def check(self, tables: Iterable["BlockTable"]) -> None:
+        """Raise AssertionError unless the books agree with the tables in use."""
+        held: list[dict[int, int]] = [{} for _ in self.groups]
+        for table in tables:
+            for books, blocks in zip(held, table.blocks, strict=True):
+                for block in blocks:
+                    if block != TRASH:
+                        books[block] = books.get(block, 0) + 1
+        for group, books in zip(self.groups, held, strict=True):
+            group.pool.check(books)
+
+
+def most_held(window: int, block_len: int, max_chunk: int) -> int:
+    """Blocks that a window reaches while a chunk of tokens is computed, wherever it begins."""
+    return -(-(window - 1 + max_chunk) // block_len) + 1
+
+
+class BlockTable:
+    """The blocks of one sequence, and the names of the full ones among them.
+
+    Its tokens only ever grow at their end: names that were computed once stay right.
+    """
+
+    def __init__(self, cache: KVCache, salt: bytes = b"") -> None:
+        self._cache = cache
         self._salt = salt
-        self.blocks: list[int] = []
-        self._hashes: list[BlockHash] = []
+        self.blocks: list[list[int]] = [[] for _ in cache.groups]
+        """For each group a block for each `block_len` tokens, equally many; the trash behind a window."""
+        self._first_held = [0] * len(cache.groups)
+        self._names: list[BlockHash] = []
+        self._num_named = 0
+        """Blocks that were matched or published."""
 
     def match(self, tokens: Tokens[int]) -> int:
         """Take over the cached blocks of the longest known prefix; gives its length in tokens.
 
         At least one token is left to compute, because the last one's logits are needed.
         """
-        assert not self.blocks, "a prefix is matched before anything else"
+        assert not self.blocks[0], "a prefix is matched before anything else"
         return self.catch_up(tokens, 0)
 
     def catch_up(self, tokens: Tokens[int], num_computed: int) -> int:
@@ -129,28 +227,50 @@ class BlockTable:
 
         So sequences that begin alike share their blocks even if they start in the same step.
         """
-        while num_computed == len(self._hashes) * self._block_len:
-            found = self._next_cached(tokens)
-            if found is None:
-                break
-            name, block = found
-            self._pool.hold(block)
-            index = len(self._hashes)
-            for own in self.blocks[index : index + 1]:
-                self._pool.release(own)
-            self.blocks[index : index + 1] = [block]
-            self._hashes.append(name)
-            num_computed += self._block_len
+        if num_computed != self._num_named * self._cache.block_len:
+            return num_computed
+        found = self._find(tokens)
+        self._num_named += len(found)
+        num_computed += len(found) * self._cache.block_len
+        for group, blocks, own in zip(
+            self._cache.groups, self.blocks, zip(*found, strict=True), strict=False
+        ):
+            first = self._cache.first_seen(group, num_computed) - len(blocks)
+            blocks += [block if place >= first else TRASH for place, block in enumerate(own)]
+            for block in own[max(first, 0) :]:
+                group.pool.hold(block)
+        self.release_behind(num_computed)
         return num_computed
 
     def num_missing(self, num_tokens: int) -> int:
-        """Blocks to allocate before `num_tokens` tokens have room."""
-        return max(0, -(-num_tokens // self._block_len) - len(self.blocks))
+        """Blocks to allocate from each pool before `num_tokens` tokens have room."""
+        return max(0, -(-num_tokens // self._cache.block_len) - len(self.blocks[0]))
+
+    def num_needed(self, num_tokens: int) -> list[int]:
+        """The same for each group, if what falls behind a window meanwhile is given back."""
+        missing = self.num_missing(num_tokens)
+        needed = []
+        for group, first in zip(self._cache.groups, self._first_held, strict=True):
+            held = len(self.blocks[0]) - first
+            needed.append(min(missing, max(0, self._cache.most_held(group) - held)))
+        return needed
 
     def grow(self, num_tokens: int) -> None:
-        """Allocate room for `num_tokens` tokens; ask `num_missing` against the pool first."""
+        """Allocate room for `num_tokens` tokens; ask `num_missing` against each pool first."""
         for _ in range(self.num_missing(num_tokens)):
-            self.blocks.append(self._pool.allocate())
+            for group, blocks in zip(self._cache.groups, self.blocks, strict=True):
+                blocks.append(group.pool.allocate())
+
+    def release_behind(self, num_tokens: int) -> None:
+        """Give back what the token after `num_tokens` others, and those after it, do not see."""
+        for index, group in enumerate(self._cache.groups):
+            blocks, first = self.blocks[index], self._first_held[index]
+            end = min(self._cache.first_seen(group, num_tokens), len(blocks))
+            for place in range(first, end):
+                if blocks[place] != TRASH:
+                    group.pool.release(blocks[place])
+                    blocks[place] = TRASH
+            self._first_held[index] = max(first, end)
 
     def publish(self, tokens: Tokens[int], num_computed: int) -> None:
         """Name the blocks that `num_computed` known tokens fill.
@@ -158,29 +278,53 @@ class BlockTable:
         A block may be named when its step is scheduled: a later step, and even another sequence of the
         same step, reads it after it was written (see `torchtpu.ops.attention`).
         """
-        full = min(num_computed, len(tokens)) // self._block_len
-        for index in range(len(self._hashes), full):
-            name = self._next_name(tokens)
-            self._hashes.append(name)
-            self._pool.name(self.blocks[index], name)
+        full = min(num_computed, len(tokens)) // self._cache.block_len
+        for index in range(self._num_named, full):
+            name = self._name(tokens, index)
+            for group, blocks in zip(self._cache.groups, self.blocks, strict=True):
+                if blocks[index] != TRASH:
+                    group.pool.name(blocks[index], name)
+        self._num_named = max(self._num_named, full)
 
     def clear(self) -> None:
         """Give all blocks back, the last one first so that prefixes live longest."""
-        for block in reversed(self.blocks):
-            self._pool.release(block)
-        self.blocks.clear()
-        self._hashes.clear()
+        for group, blocks in zip(self._cache.groups, self.blocks, strict=True):
+            for block in reversed(blocks):
+                if block != TRASH:
+                    group.pool.release(block)
+            blocks.clear()
+        self._first_held = [0] * len(self.blocks)
+        self._num_named = 0
 
-    def _next_name(self, tokens: Tokens[int]) -> BlockHash:
-        """Of the first block that has none yet."""
-        parent = self._hashes[-1] if self._hashes else self._salt
-        start = len(self._hashes) * self._block_len
-        return hash_block(parent, tokens[start : start + self._block_len])
+    def _name(self, tokens: Tokens[int], index: int) -> BlockHash:
+        """Of the full block with that index."""
+        while len(self._names) <= index:
+            start = len(self._names) * self._cache.block_len
+            parent = self._names[-1] if self._names else self._salt
+            self._names.append(hash_block(parent, tokens[start : start + self._cache.block_len]))
+        return self._names[index]
 
-    def _next_cached(self, tokens: Tokens[int]) -> tuple[BlockHash, int] | None:
-        """Name and block that hold the next full block of `tokens`, unless it holds their last one."""
-        if (len(self._hashes) + 1) * self._block_len >= len(tokens):
-            return None
-        name = self._next_name(tokens)
-        block = self._pool.find(name)
-        return None if block is None else (name, block)
+    def _find(self, tokens: Tokens[int]) -> list[list[int]]:
+        """The blocks of each group, index by index, of the longest cached text from here on.
+
+        A window needs no more than its own blocks at the end; the trash stands for others.
+        """
+        cache, start = self._cache, self._num_named
+        columns: list[list[int]] = []
+        runs = [0] * len(cache.groups)  # blocks found without a gap up to here
+        num_found = 0
+        for index in range(start, (len(tokens) - 1) // cache.block_len):
+            name = self._name(tokens, index)
+            column = [group.pool.find(name) or TRASH for group in cache.groups]
+            runs = [run + 1 if block else 0 for run, block in zip(runs, column, strict=True)]
+            # Only at the very start is it worth looking for an island behind a gap.
+            if any(
+                block == TRASH and (start or group.window is None)
+                for group, block in zip(cache.groups, column, strict=True)
+            ):
+                break
+            columns.append(column)
+            seen = [cache.first_seen(g, (index + 1) * cache.block_len) for g in cache.groups]
+            if all(run > index - max(start, first) for run, first in zip(runs, seen, strict=True)):
+                num_found = len(columns)
+        return columns[:num_found]

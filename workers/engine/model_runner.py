@@ -8,7 +8,7 @@ tensors are gone: `reset_cache` makes new ones, and the engine rebuilds its sequ
 
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -21,6 +21,7 @@ from torchtpu.device import Device
 from torchtpu.memory import return_freed_memory
 from torchtpu.ops import attention, sampling
 from torchtpu.ops.attention import CacheShape, Kernel
+from workers.engine.cache_plan import CachePlan
 from workers.engine.input_batch import BatchLayout
 from workers.engine.logprobs import StepLogprobs
 from workers.engine.outputs import StepPlan, StepResults
@@ -37,9 +38,7 @@ WarmUpProgress = Callable[[int, int, str], None]
 @dataclass(frozen=True)
 class RunnerConfig:
     ladder: BucketLadder
-    num_blocks: int
-    """Of the KV cache, the trash block included."""
-    block_len: int
+    cache: CachePlan
     vocab_size: int
     """Width of the logits."""
     kernel: Kernel | None = None
@@ -118,12 +117,9 @@ class ModelRunner:
 
     def reset_cache(self) -> None:
         """Fresh, empty device state. Made on the host: a transfer compiles nothing."""
-        num_slots = self._config.num_blocks * self._config.block_len
         dtype = self._model.dtype
         self._cache = []  # the old one goes before the new one comes
-        kernel = self._config.kernel
-        shapes_of = kernel.cache_shapes if kernel else attention.head_by_head
-        for shape in shapes_of(self._cache_shapes, num_slots):
+        for shape in self._tensor_shapes():
             self._cache.append(torch.zeros(shape, dtype=dtype).to(self._device))
             # A transfer runs in the background and holds its source: one at a time.
             self._synchronize()
@@ -132,8 +128,20 @@ class ModelRunner:
         self._newest = newest.to(self._device)
         self._sampler.reset()
 
+    def _tensor_shapes(self) -> list[tuple[int, int]]:
+        """Of the caches of all layers: keys, then values, or both in one."""
+        plan, kernel = self._config.cache, self._config.kernel
+        shapes_of = kernel.cache_shapes if kernel else attention.head_by_head
+        layers = [
+            shapes_of([shape], plan.num_blocks[group] * plan.block_len)
+            for shape, group in zip(self._cache_shapes, plan.layer_groups, strict=True)
+        ]
+        return [shape for kind in zip(*layers, strict=True) for shape in kind]
+
     def layout(self, bucket: Bucket) -> BatchLayout:
-        return BatchLayout(bucket, self._config.block_len, self._config.ladder.max_rows)
+        plan = self._config.cache
+        max_rows = self._config.ladder.max_rows
+        return BatchLayout(bucket, plan.block_len, max_rows, len(plan.groups))
 
     def warm_up(self, progress: WarmUpProgress) -> None:
         """Compile (or read back) every program, then run the largest and the smallest as a probe."""
@@ -155,8 +163,8 @@ class ModelRunner:
     def start_step(self, bucket: Bucket) -> "Future[Program]":
         """Ask the compiler for a bucket's program: packed inputs, newest, caches, weights."""
         layout = self.layout(bucket)
-        num_layers, kernel = len(self._cache_shapes), self._config.kernel
-        step = make_step(self._model, self._weights, num_layers, layout, kernel)
+        groups, kernel = self._config.cache.layer_groups, self._config.kernel
+        step = make_step(self._model, self._weights, groups, layout, kernel)
         donated = list(range(1, 2 + len(self._cache)))
         inputs = self._inputs(StepPlan(bucket, [], []))
         return self._compiler.start(f"step-{bucket.name}", step, inputs, donated)
@@ -181,7 +189,7 @@ class ModelRunner:
 def make_step(
     model: "PreTrainedModel",
     model_weights: StepWeights,
-    num_layers: int,
+    layer_groups: list[int],
     layout: BatchLayout,
     kernel: Kernel | None = None,
 ) -> Callable[..., tuple[Tensor, ...]]:
@@ -197,8 +205,8 @@ def make_step(
         caches, weights = rest[:num_caches], rest[num_caches:]
         inputs = _unpack(packed, layout)
         tokens = torch.cat([newest[inputs["newest_rows"]], inputs["prompt_tokens"]])
-        tensors = _step_tensors(inputs, layout, (caches[:num_layers], caches[num_layers:]), kernel)
-        with attention.bound_step(tensors):
+        tensors = _step_tensors(inputs, layout, len(layer_groups), caches, kernel)
+        with attention.bound_step(*tensors, groups=layer_groups):
             output = torch.func.functional_call(
                 model,
                 model_weights.by_name(weights),
@@ -215,7 +223,7 @@ def make_step(
         logits = output.logits[0]
         greedy = sampling.argmax(logits)
         newest[inputs["sample_rows"]] = greedy
-        return greedy, logits, newest, *tensors.keys, *tensors.values
+        return greedy, logits, newest, *tensors[0].keys, *tensors[0].values
 
     return step
 
@@ -232,17 +240,19 @@ def _unpack(packed: Tensor, layout: BatchLayout) -> dict[str, Tensor]:
 def _step_tensors(
     inputs: dict[str, Tensor],
     layout: BatchLayout,
-    caches: tuple[tuple[Tensor, ...], tuple[Tensor, ...]],
+    num_layers: int,
+    caches: tuple[Tensor, ...],
     kernel: Kernel | None,
-) -> attention.StepTensors:
+) -> list[attention.StepTensors]:
+    """For each group of layers; the lists of the caches are the same ones."""
     prefill, firsts = layout.bucket.prefill, inputs["segment_firsts"]
     ahead = torch.arange(prefill.segment_len, device=firsts.device)
-    return attention.StepTensors(
-        keys=list(caches[0]),
-        values=list(caches[1]),
-        slots=inputs["slots"],
+    first = attention.StepTensors(
+        keys=list(caches[:num_layers]),
+        values=list(caches[num_layers:]),
+        slots=inputs["slots"][0],
         positions=inputs["positions"],
-        tables=inputs["tables"],
+        tables=inputs["tables"][0],
         token_tables=inputs["token_tables"],
         num_rows=layout.bucket.rows,
         grid_tokens=(firsts[:, None] + ahead).clamp(max=max(prefill.tokens - 1, 0)),
@@ -250,6 +260,11 @@ def _step_tensors(
         block_len=layout.block_len,
         kernel=kernel,
     )
+    others = [
+        replace(first, slots=inputs["slots"][group], tables=inputs["tables"][group], shared={})
+        for group in range(1, layout.num_groups)
+    ]
+    return [first, *others]
 
 
 def discover_cache_shapes(model: "PreTrainedModel") -> list[CacheShape]:
@@ -257,11 +272,18 @@ def discover_cache_shapes(model: "PreTrainedModel") -> list[CacheShape]:
     shapes: dict[int, CacheShape] = {}
 
     def record(
-        module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, *_: object, **__: object
+        module: torch.nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *_: object,
+        sliding_window: int | None = None,
+        **__: object,
     ) -> tuple[Tensor, None]:
         index = module.layer_idx
         assert isinstance(index, int)
-        shapes[index] = CacheShape((key.shape[1], key.shape[3]), (value.shape[1], value.shape[3]))
+        kv = [(tensor.shape[1], tensor.shape[3]) for tensor in (key, value)]
+        shapes[index] = CacheShape(kv[0], kv[1], sliding_window)
         out = value.new_empty(1, query.shape[2], query.shape[1], value.shape[3])
         return out, None
 

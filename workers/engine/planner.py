@@ -45,7 +45,7 @@ class Plan:
     weights_bytes: int
     cache_bytes: int
     num_blocks: int
-    """Of the KV cache, the trash block included."""
+    """Of the largest pool of the KV cache, the trash block included."""
     steps: list[PlannedStep]
 
     @property
@@ -119,7 +119,7 @@ class _Planner(EngineBuilder):
 
     def capture(self, every_bucket: bool) -> Captured:
         self._capturer = Capturer()
-        runner, num_blocks = self._runner()
+        runner, cache = self._runner()
         buckets = list(self._ladder.buckets) if every_bucket else self._largest()
         for bucket in buckets:
             runner.start_step(bucket)
@@ -132,7 +132,7 @@ class _Planner(EngineBuilder):
             groups=[(0, "other"), (2, "kv"), (first_weight, "weights")],
             weights_bytes=self._weights_bytes,
             cache_bytes=sum(sizes[2:first_weight]),
-            num_blocks=num_blocks,
+            num_blocks=max(cache.num_blocks),
             kv_token_bytes=runner.kv_token_bytes,
         )
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from torchtpu.buckets import NO_PREFILL, SEGMENT_SAMPLES, BucketLadder, PrefillShape
 from workers.engine.fair_queue import FairQueue
-from workers.engine.kv_cache import BlockPool
+from workers.engine.kv_cache import KVCache
 from workers.engine.outputs import DecodeRow, PrefillSegment, StepPlan
 from workers.engine.request import Sequence, Status
 
@@ -40,9 +40,9 @@ class SchedulerConfig:
 class Scheduler:
     """Owns the waiting and the running sequences, their rows and their blocks."""
 
-    def __init__(self, config: SchedulerConfig, pool: BlockPool) -> None:
+    def __init__(self, config: SchedulerConfig, cache: KVCache) -> None:
         self._config = config
-        self._pool = pool
+        self._cache = cache
         self._free_rows = list(reversed(range(config.ladder.max_rows)))
         self._max_segments = max(shape.segments for shape in config.ladder.prefill)
         self._num_started = 0
@@ -86,30 +86,30 @@ class Scheduler:
         """The device lost the cache: every running sequence starts again from its tokens."""
         for sequence in list(self.running):
             self._preempt(sequence)
-        self._pool.forget_all()
+        self._cache.forget_all()
 
     def check_integrity(self) -> None:
         """Raise AssertionError if blocks or rows are lost or held twice; for idle moments and tests."""
-        held: dict[int, int] = {}
-        for sequence in self.running:
-            for block in sequence.table.blocks:
-                held[block] = held.get(block, 0) + 1
-        self._pool.check(held)
+        self._cache.check(s.table for s in self.running)
         rows = sorted([s.row for s in self.running] + self._free_rows)
         assert rows == list(range(self._config.ladder.max_rows)), "rows are lost"
-        assert all(not s.table.blocks for s in self.waiting), "a waiting sequence holds blocks"
+        assert not any(s.table.blocks[0] for s in self.waiting), "a waiting sequence holds blocks"
 
-    @property
-    def _num_free(self) -> int:
-        """Free blocks that no running sequence's prompt is going to need."""
-        reserved = sum(s.table.num_missing(s.start_len) for s in self.running if not s.is_decoding)
-        return self._pool.num_free - reserved
+    def _unreserved(self) -> list[int]:
+        """Free blocks of each pool that no running sequence's prompt is going to need."""
+        free = [group.pool.num_free for group in self._cache.groups]
+        for sequence in self.running:
+            if not sequence.is_decoding:
+                needed = sequence.table.num_needed(sequence.start_len)
+                free = [n - m for n, m in zip(free, needed, strict=True)]
+        return free
 
     def _decode_rows(self) -> list[DecodeRow]:
         rows: list[DecodeRow] = []
         for sequence in list(self.running):
             if not (sequence.is_decoding and sequence.may_generate):
                 continue
+            sequence.table.release_behind(sequence.num_computed)
             if not self._make_room(sequence):
                 continue
             rows.append(DecodeRow(sequence, sequence.epoch, sequence.num_computed))
@@ -121,7 +121,7 @@ class Scheduler:
     def _make_room(self, sequence: Sequence) -> bool:
         """Room for one more token, taken from the last in order if need be; False if that is itself."""
         missing = sequence.table.num_missing(sequence.num_computed + 1)
-        while missing and self._num_free < missing:
+        while missing and min(self._unreserved()) < missing:
             victim = self.running[-1]
             self._preempt(victim)
             if victim is sequence:
@@ -139,7 +139,8 @@ class Scheduler:
             # A token that was computed before has no logits now.
             is_scoring = sequence.logprobs.is_scoring
             cached = 0 if is_scoring else sequence.table.match(sequence.token_ids)
-            if sequence.table.num_missing(len(sequence.token_ids) + 1) > self._num_free:
+            needed = sequence.table.num_needed(len(sequence.token_ids) + 1)
+            if any(n > free for n, free in zip(needed, self._unreserved(), strict=True)):
                 sequence.table.clear()
                 return
             self.waiting.remove(sequence)
@@ -172,14 +173,30 @@ class Scheduler:
         room = min(shape.tokens, budget - num_rows)
         segments: list[PrefillSegment] = []
         for sequence, limit in zip(candidates[: shape.segments], most, strict=False):
+            if sequence.status is not Status.RUNNING:
+                continue
             # What those before it compute in this very step counts too.
             self._catch_up(sequence)
             length = min(sequence.num_to_prefill, limit, shape.segment_len, room)
-            if length == 0:
-                break
-            room -= length
-            segments.append(self._segment(sequence, length))
-        return segments, shape
+            if length and self._make_room_ahead(sequence, length):
+                room -= length
+                segments.append(self._segment(sequence, length))
+        return segments, shape if segments else NO_PREFILL
+
+    def _make_room_ahead(self, sequence: Sequence, length: int) -> bool:
+        """Room for the next tokens of a prompt; False if it has to wait for it.
+
+        It was reserved, but a window gives blocks back only as far as nobody else shares them. Then those
+        give way that come later in order and have nothing in this step.
+        """
+        sequence.table.release_behind(sequence.num_computed)
+        missing = sequence.table.num_missing(sequence.num_computed + length)
+        while missing > min(group.pool.num_free for group in self._cache.groups):
+            later = [s for s in self.running if s.num_to_prefill and s.order > sequence.order]
+            if not later:
+                return False
+            self._preempt(later[-1])
+        return True
 
     def _segment(self, sequence: Sequence, length: int) -> PrefillSegment:
         start, is_last = sequence.num_computed, length == sequence.num_to_prefill
