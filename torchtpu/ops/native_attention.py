@@ -58,11 +58,13 @@ def operation() -> Operation:
         sinks: jax.Array,
         options: jax.Array,
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
-        answers = jax.ShapeDtypeStruct((*query.shape[:2], value.shape[2]), query.dtype)
-        caches = [jax.ShapeDtypeStruct(cache.shape, cache.dtype) for cache in (keys, values)]
+        shape: Any = jax.ShapeDtypeStruct
+        answers = shape((*query.shape[:2], value.shape[2]), query.dtype)
+        caches = [shape(cache.shape, cache.dtype) for cache in (keys, values)]
         call = jax.ffi.ffi_call(TARGET, (answers, *caches), input_output_aliases={3: 1, 4: 2})
         inputs = (query, key, value, keys, values, slots, positions, tables, token_tables)
-        return tuple(call(*inputs, sinks, options))
+        answer, new_keys, new_values = call(*inputs, sinks, options)
+        return answer, new_keys, new_values
 
     tpu: Any = torch.tpu  # type: ignore[attr-defined]
     with warnings.catch_warnings():
