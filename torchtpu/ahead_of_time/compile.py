@@ -16,7 +16,9 @@ from torchtpu.ahead_of_time.hlo_cost import Cost, Groups, read_cost
 from torchtpu.environment import tpu_compiler_environment
 from torchtpu.errors import AheadOfTimeError
 
-_DOES_NOT_FIT = re.compile(r"Ran out of memory in memory space \w+\.[^.]*\.\d+\w of [\d.]+\w \w+")
+_DOES_NOT_FIT = re.compile(
+    r"^RESOURCE_EXHAUSTED: .*(Ran out of memory (?:on|in)[^\n]*\bhbm[^\n]*?)\. ", re.I | re.S
+)
 
 
 @dataclass(frozen=True)
@@ -100,4 +102,4 @@ def _read(capture: Capture, program: dict[str, object], groups: Groups) -> Compi
     if too_large is None:
         reason = refusal.strip().splitlines()[0][:300]
         raise AheadOfTimeError(f"The TPU compiler refuses program {capture.name}: {reason}")
-    return Compiled(capture.name, None, None, too_large.group())
+    return Compiled(capture.name, None, None, too_large[1])

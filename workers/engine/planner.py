@@ -5,17 +5,21 @@ step function. The model has no weights (`models.empty`), so a machine plans wha
 """
 
 import dataclasses
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
+from models.catalogue import FolderSource
 from models.library import LocalModel, resolve
+from models.references import parse_reference
 from models.settings import ModelSettings
 from torchtpu.ahead_of_time.capture import Capture, Capturer
 from torchtpu.ahead_of_time.chips import Chip
 from torchtpu.ahead_of_time.compile import Compiled, compile_programs
 from torchtpu.ahead_of_time.hlo_cost import Groups
 from torchtpu.bringup import bring_up
-from torchtpu.buckets import NO_PREFILL, Bucket
+from torchtpu.buckets import NO_PREFILL, Bucket, BucketLadder
 from torchtpu.device import Device
 from workers.engine.build import EngineBuilder, EngineConfig
 from workers.engine.interface import Progress
@@ -75,11 +79,19 @@ def plan_engine(
     Raises ModelError, TorchTpuError, LoadError or ValueError, each with a sentence for the user.
     """
     device = bring_up("tpu")
-    local = resolve(config.model, ModelSettings.from_environment(), progress)
+    local = _find(config.model, progress)
     progress("tracing the programs", 0.2)
-    captured = capture_steps(config, chip, device, local, every_bucket=every_bucket)
+    captured = capture_steps(config, chip, device, local, every if every_bucket else largest)
     progress(f"compiling {len(captured.buckets)} programs for {chip.name}", 0.4)
     return compile_steps(captured, chip)
+
+
+def _find(model: str, progress: Progress) -> LocalModel:
+    """A folder needs no more than its config.json; other models are fetched."""
+    reference = parse_reference(model)
+    if isinstance(reference.source, FolderSource):
+        return LocalModel(reference.id, Path(reference.source.path), None, None)
+    return resolve(model, ModelSettings.from_environment(), progress)
 
 
 def capture_steps(
@@ -87,8 +99,7 @@ def capture_steps(
     chip: Chip,
     device: Device,
     local: LocalModel,
-    *,
-    every_bucket: bool = False,
+    choose: Callable[[BucketLadder], Sequence[Bucket]],
 ) -> Captured:
     """`device` only has to have TorchTPU loaded; memory and kernels are those of `chip`."""
     import torch
@@ -96,7 +107,18 @@ def capture_steps(
     stand_in = dataclasses.replace(
         device, platform="tpu", torch_device=torch.device("meta"), memory_bytes=chip.hbm_bytes
     )
-    return _Planner(config, stand_in, local, lambda what, share: None).capture(every_bucket)
+    return _Planner(config, stand_in, local, lambda what, share: None).capture(choose)
+
+
+def every(ladder: BucketLadder) -> Sequence[Bucket]:
+    return ladder.buckets
+
+
+def largest(ladder: BucketLadder) -> Sequence[Bucket]:
+    """The decode step and the step with prefill that decide whether all fit."""
+    decode = [bucket for bucket in ladder.buckets if bucket.prefill == NO_PREFILL]
+    mixed = [bucket for bucket in ladder.buckets if bucket.prefill != NO_PREFILL]
+    return decode[-1], mixed[-1]
 
 
 def compile_steps(captured: Captured, chip: Chip) -> Plan:
@@ -117,10 +139,10 @@ def _live_kv(captured: Captured, bucket: Bucket) -> int:
 class _Planner(EngineBuilder):
     """Builds the engine's runner with an empty model and a compiler that only listens."""
 
-    def capture(self, every_bucket: bool) -> Captured:
+    def capture(self, choose: Callable[[BucketLadder], Sequence[Bucket]]) -> Captured:
         self._capturer = Capturer()
         runner, cache = self._runner()
-        buckets = list(self._ladder.buckets) if every_bucket else self._largest()
+        buckets = list(choose(self._ladder))
         for bucket in buckets:
             runner.start_step(bucket)
         captures, num_caches = self._capturer.captures, runner.num_caches
@@ -135,11 +157,6 @@ class _Planner(EngineBuilder):
             num_blocks=max(cache.num_blocks),
             kv_token_bytes=runner.kv_token_bytes,
         )
-
-    def _largest(self) -> list[Bucket]:
-        decode = [bucket for bucket in self._ladder.buckets if bucket.prefill == NO_PREFILL]
-        mixed = [bucket for bucket in self._ladder.buckets if bucket.prefill != NO_PREFILL]
-        return [decode[-1], mixed[-1]]
 
     def _load(self, attention_name: str) -> "PreTrainedModel":
         from models.empty import empty_model
