@@ -19,7 +19,6 @@ Grouped queries are reshaped, keys are never repeated.
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -87,55 +86,66 @@ class StepTensors:
     block_len: int
     kernel: Kernel | None = None
     """Instead of the matmul form."""
-    shared: dict[object, Any] = field(default_factory=dict)
+    shared: dict[object, Tensor] = field(default_factory=dict)
     """What layers have in common: traced once a step, not once a layer."""
+
+    def _once(self, name: object, make: Callable[[], Tensor]) -> Tensor:
+        if name not in self.shared:
+            self.shared[name] = make()
+        return self.shared[name]
 
     def places(self, kv_heads: int, cache: Tensor) -> Tensor:
         """[kv_heads · N]: rows of a layer's cache that take its keys or values [kv_heads, N, dim]."""
-        if kv_heads not in self.shared:
+
+        def make() -> Tensor:
             num_slots = cache.shape[0] // kv_heads
             first = torch.arange(kv_heads, device=self.slots.device) * num_slots
-            self.shared[kv_heads] = (first[:, None] + self.slots).flatten()
-        return self.shared[kv_heads]
+            return (first[:, None] + self.slots).flatten()
+
+        return self._once(("places", kv_heads), make)
+
+    def row_positions(self) -> Tensor:
+        """[R, 1]."""
+        return self._once("row_positions", lambda: self.positions[: self.num_rows, None])
 
     def grid_positions(self) -> Tensor:
         """[P, L]."""
-        if "grid_positions" not in self.shared:
-            self.shared["grid_positions"] = self.positions[self.num_rows :][self.grid_tokens]
-        return self.shared["grid_positions"]
+        prompt = self.positions[self.num_rows :]
+        return self._once("grid_positions", lambda: prompt[self.grid_tokens])
 
     def indices(self) -> list[Tensor]:
-        """Slots, positions, tables and the tables' tokens, as the kernel takes them."""
-        if "indices" not in self.shared:
-            fields = (self.slots, self.positions, self.tables, self.token_tables)
-            self.shared["indices"] = [field.int() for field in fields]
-        return self.shared["indices"]
+        """Slots, positions, tables and the tables' tokens in int32, as a kernel takes them."""
+        fields = (self.slots, self.positions, self.tables, self.token_tables)
+        return [self._once(("int32", index), field.int) for index, field in enumerate(fields)]
 
     def options(self, scale: float, softcap: float | None, window: int | None) -> Tensor:
-        """A layer's numbers, as the kernel takes them."""
+        """A layer's numbers, as a kernel takes them."""
         numbers = (float(self.block_len), scale, softcap or 0.0, float(window or 0))
-        if numbers not in self.shared:
+
+        def make() -> Tensor:
             # A tensor made from a list would be a constant on another device in the traced graph.
-            self.shared[numbers] = torch.cat(
-                [torch.full((1,), number, device=self.slots.device) for number in numbers]
-            )
-        return self.shared[numbers]
+            device = self.slots.device
+            return torch.cat([torch.full((1,), number, device=device) for number in numbers])
+
+        return self._once(numbers, make)
 
     def no_sinks(self, heads: int) -> Tensor:
-        if "no_sinks" not in self.shared:
-            self.shared["no_sinks"] = torch.full((heads,), -torch.inf, device=self.slots.device)
-        return self.shared["no_sinks"]
+        device = self.slots.device
+        return self._once(
+            ("no_sinks", heads), lambda: torch.full((heads,), -torch.inf, device=device)
+        )
 
     def hidden(self, positions: Tensor, context: int, window: int | None) -> Tensor:
         """[B, 1, L, S] bool for queries [B, L]: keys after the query, or out of its window."""
-        key = (id(positions), window)
-        if key not in self.shared:
+
+        def make() -> Tensor:
             key_positions = torch.arange(context, device=positions.device)
             hidden = key_positions > positions[..., None]
             if window is not None:
                 hidden = hidden | (key_positions <= positions[..., None] - window)
-            self.shared[key] = hidden[:, None]
-        return self.shared[key]
+            return hidden[:, None]
+
+        return self._once(("hidden", id(positions), window), make)
 
 
 _current: Sequence[StepTensors] = ()
@@ -208,13 +218,13 @@ class Layer:
         places = step.places(self.kv_heads, keys)
         keys[places] = key.transpose(0, 1).reshape(-1, key.shape[-1])
         values[places] = value.transpose(0, 1).reshape(-1, value.shape[-1])
-        positions = step.positions[:num_rows, None]
-        answers = self._attend(query[:num_rows, None], step.tables[:num_rows], positions)
+        rows = query[:num_rows, None]
+        answers = self._attend(rows, step.tables[:num_rows], step.row_positions())
         if not step.grid_tokens.numel():
             return answers.flatten(0, 1)
         # What lies behind a segment's end in its line of the grid is computed and never fetched.
-        grid, positions = query[num_rows:][step.grid_tokens], step.grid_positions()
-        on_grid = self._attend(grid, step.tables[num_rows:], positions)
+        grid = query[num_rows:][step.grid_tokens]
+        on_grid = self._attend(grid, step.tables[num_rows:], step.grid_positions())
         return torch.cat([answers.flatten(0, 1), on_grid.flatten(0, 1)[step.grid_places]])
 
     def _attend(self, query: Tensor, blocks: Tensor, positions: Tensor) -> Tensor:

@@ -101,10 +101,12 @@ class ModelRunner:
         """Tensors of the KV cache."""
         return len(self._cache)
 
-    @property
-    def kv_token_bytes(self) -> int:
-        """Keys and values of one token, all layers."""
-        return sum(shape.bytes_per_token(self._model.dtype) for shape in self._cache_shapes)
+    def kv_bytes(self, context: int) -> int:
+        """Keys and values that one token sees, all layers, after `context` tokens."""
+        return sum(
+            shape.bytes_per_token(self._model.dtype) * min(context, shape.window or context)
+            for shape in self._cache_shapes
+        )
 
     @property
     def counters(self) -> CompileCounters:
@@ -144,7 +146,7 @@ class ModelRunner:
         return BatchLayout(bucket, plan.block_len, max_rows, len(plan.groups))
 
     def warm_up(self, progress: WarmUpProgress) -> None:
-        """Compile (or read back) every program, then run the largest and the smallest as a probe."""
+        """Compile (or read back) every program, then run each once: a first run is a slow one."""
         buckets = self._config.ladder.buckets
         self._sampler.start(sorted({bucket.num_samples for bucket in buckets}), self._newest)
         steps = {bucket: self.start_step(bucket) for bucket in buckets}
@@ -153,7 +155,7 @@ class ModelRunner:
             progress(index, len(buckets), bucket.name)
             self._programs[bucket] = steps[bucket].result()
         # The largest first: what it needs is met now or never, and its memory serves the others.
-        for bucket in (buckets[-1], buckets[0]):
+        for bucket in reversed(buckets):
             plan = StepPlan(bucket, [], [])
             greedy, logits = self._run(plan)
             self._newest = self._sampler.probe(plan, logits, greedy, self._newest)
