@@ -69,7 +69,13 @@ class StepCompiler(Protocol):
     counters: CompileCounters
 
     def start(
-        self, name: str, function: StepFunction, inputs: Sequence[Tensor], donated: Sequence[int]
+        self,
+        name: str,
+        function: StepFunction,
+        inputs: Sequence[Tensor],
+        donated: Sequence[int],
+        *,
+        has_model: bool = True,
     ) -> "Future[Program]": ...
 
     def total_compilations(self) -> int: ...
@@ -78,8 +84,9 @@ class StepCompiler(Protocol):
 class ProgramCompiler:
     """Compiles step programs for one device and keeps them on disk.
 
-    `identity` names all that shapes a program besides the function's name and inputs (model
-    configuration, dtype, library versions, source of the step): it is part of every cache key.
+    `identity` names all that shapes a program besides the function's name and inputs, such as the source
+    of the step: it is part of every cache key, as are the versions of libraries. `model` is what more
+    shapes the programs that contain the model.
     """
 
     def __init__(
@@ -88,9 +95,11 @@ class ProgramCompiler:
         identity: Mapping[str, object],
         cache_dir: Path | None,
         road: Road | None = None,
+        model: Mapping[str, object] | None = None,
     ) -> None:
         self._device = device
         self._identity = {**identity, **_machine_identity(device)}
+        self._model = model
         self._cache_dir = cache_dir
         self.road = probe(device) if road is None else road
         self.counters = CompileCounters()
@@ -101,22 +110,29 @@ class ProgramCompiler:
         self._has_swept = False
 
     def start(
-        self, name: str, function: StepFunction, inputs: Sequence[Tensor], donated: Sequence[int]
+        self,
+        name: str,
+        function: StepFunction,
+        inputs: Sequence[Tensor],
+        donated: Sequence[int],
+        *,
+        has_model: bool = True,
     ) -> "Future[Program]":
         """The program of `function` for inputs of these shapes, dtypes and strides.
 
         `donated` are the indices of inputs that the function updates in place and returns. Programs
-        come in the order asked for, two at a time: XLA compiles one while the next is traced.
+        come in the order asked for, two at a time: XLA compiles one while the next is traced. A kept
+        program without the model (`has_model`) serves all models.
         """
         if self.road is not Road.DONATED:
             self.counters.num_compiled += self.road is not Road.EAGER
             return _done(_on_road(self.road, function, donated))
-        return self._threads.submit(self._make, name, function, list(inputs), list(donated))
+        key = self._key(name, inputs, donated, self._model if has_model else None)
+        return self._threads.submit(self._make, key, function, list(inputs), list(donated))
 
     def _make(
-        self, name: str, function: StepFunction, inputs: list[Tensor], donated: list[int]
+        self, key: str, function: StepFunction, inputs: list[Tensor], donated: list[int]
     ) -> Program:
-        key = self._key(name, inputs, donated)
         executable = self._load(key)
         if executable is not None:
             self.counters.num_loaded += 1
@@ -134,9 +150,15 @@ class ProgramCompiler:
             return self.counters.num_compiled
         return backend_compilations()
 
-    def _key(self, name: str, inputs: Sequence[Tensor], donated: Sequence[int]) -> str:
+    def _key(
+        self,
+        name: str,
+        inputs: Sequence[Tensor],
+        donated: Sequence[int],
+        model: Mapping[str, object] | None,
+    ) -> str:
         shapes = [(list(t.shape), str(t.dtype), list(t.stride())) for t in inputs]
-        facts = [name, self._identity, shapes, list(donated)]
+        facts = [name, self._identity, model, shapes, list(donated)]
         return hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest()
 
     def _path(self, key: str) -> Path | None:

@@ -30,8 +30,11 @@ def inputs(device: Device) -> list[Tensor]:
     return [tensor.to(device.torch_device) for tensor in tensors]
 
 
-def run(compiler: ProgramCompiler, device: Device) -> tuple[Tensor, Tensor]:
-    program = compiler.start("step", step, inputs(device), [DONATED]).result()
+def run(
+    compiler: ProgramCompiler, device: Device, *, has_model: bool = True
+) -> tuple[Tensor, Tensor]:
+    started = compiler.start("step", step, inputs(device), [DONATED], has_model=has_model)
+    program = started.result()
     sums, cache = program(inputs(device))
     return sums.cpu(), cache.cpu()
 
@@ -61,9 +64,9 @@ def test_a_donated_input_cannot_be_used_again(tpu_device: Device) -> None:
 def test_a_second_compiler_reads_what_the_first_one_kept(
     tpu_device: Device, tmp_path: Path
 ) -> None:
-    first = ProgramCompiler(tpu_device, {"model": "a"}, tmp_path)
+    first = ProgramCompiler(tpu_device, {"source": "a"}, tmp_path)
     wanted = run(first, tpu_device)
-    second = ProgramCompiler(tpu_device, {"model": "a"}, tmp_path)
+    second = ProgramCompiler(tpu_device, {"source": "a"}, tmp_path)
     got = run(second, tpu_device)
     assert all(torch.equal(a, b) for a, b in zip(got, wanted, strict=True))
     assert (first.counters.num_compiled, first.counters.num_loaded) == (1, 0)
@@ -71,10 +74,21 @@ def test_a_second_compiler_reads_what_the_first_one_kept(
 
 
 def test_another_model_does_not_get_its_program(tpu_device: Device, tmp_path: Path) -> None:
-    run(ProgramCompiler(tpu_device, {"model": "a"}, tmp_path), tpu_device)
-    other = ProgramCompiler(tpu_device, {"model": "b"}, tmp_path)
+    run(ProgramCompiler(tpu_device, {}, tmp_path, model={"layers": 1}), tpu_device)
+    other = ProgramCompiler(tpu_device, {}, tmp_path, model={"layers": 2})
     run(other, tpu_device)
     assert other.counters.num_compiled == 1
+
+
+def test_programs_without_the_model_are_kept_for_all(tpu_device: Device, tmp_path: Path) -> None:
+    one = ProgramCompiler(tpu_device, {"source": "1"}, tmp_path, model={"layers": 1})
+    run(one, tpu_device, has_model=False)
+    same = ProgramCompiler(tpu_device, {"source": "1"}, tmp_path, model={"layers": 2})
+    run(same, tpu_device, has_model=False)
+    assert (same.counters.num_compiled, same.counters.num_loaded) == (0, 1)
+    changed = ProgramCompiler(tpu_device, {"source": "2"}, tmp_path, model={"layers": 1})
+    run(changed, tpu_device, has_model=False)
+    assert changed.counters.num_compiled == 1
 
 
 @pytest.mark.parametrize("damage", [b"", b"short", b"x" * 4000])

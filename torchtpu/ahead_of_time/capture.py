@@ -36,7 +36,13 @@ class Capturer:
         self.counters = CompileCounters()
 
     def start(
-        self, name: str, function: StepFunction, inputs: Sequence[Tensor], donated: Sequence[int]
+        self,
+        name: str,
+        function: StepFunction,
+        inputs: Sequence[Tensor],
+        donated: Sequence[int],
+        *,
+        has_model: bool = True,
     ) -> "Future[Program]":
         """As of `ProgramCompiler`, but the program never comes."""
         with FakeTensorMode():

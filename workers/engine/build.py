@@ -209,7 +209,8 @@ class EngineBuilder:
     def _compiler(self, identity: dict[str, object]) -> "StepCompiler":
         from torchtpu.compiler import ProgramCompiler
 
-        return ProgramCompiler(self._device, identity, self._config.compile_cache_dir)
+        source = {"source": _source_digest()}
+        return ProgramCompiler(self._device, source, self._config.compile_cache_dir, model=identity)
 
     def _load_options(self, attention_name: str) -> LoadOptions:
         return LoadOptions(
@@ -283,15 +284,16 @@ class EngineBuilder:
         return plan
 
     def _identity(self, model: "PreTrainedModel", plan: "CachePlan") -> dict[str, object]:
+        config = model.config.to_dict()
+        config.pop("_name_or_path", None)  # it may lie elsewhere the next time
         return {
-            "model": model.config.to_dict(),
+            "model": config,
             "dtype": str(model.dtype),
             "block_len": self._config.block_len,
             "num_blocks": plan.num_blocks,
             "windows": [group.window for group in plan.groups],
             "max_rows": self._ladder.max_rows,
             "native_attention": self._has_kernel,
-            "source": _source_digest(),
         }
 
     def _warm_up_progress(self, done: int, total: int, name: str) -> None:

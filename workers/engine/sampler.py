@@ -111,7 +111,9 @@ class Sampler:
         donated: list[int],
     ) -> None:
         name = f"sample-{kind.lower()}-{size}"
-        self._pending[kind, size] = self._compiler.start(name, function, inputs, donated)
+        self._pending[kind, size] = self._compiler.start(
+            name, function, inputs, donated, has_model=False
+        )
 
     def _draw(
         self, draw: Draw, plan: StepPlan, logits: Tensor, greedy: Tensor, newest: Tensor
