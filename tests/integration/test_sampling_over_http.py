@@ -53,7 +53,7 @@ def counting(word: str, **fields: Any) -> dict[str, Any]:
     extra = {"ignore_eos": True, **fields.pop("extra", {})}
     content = f"Count from one to fifty in {word}."
     messages = [{"role": "user", "content": content}]
-    return {"messages": messages, "max_tokens": 100, "extra": extra, **fields}
+    return {"messages": messages, "max_tokens": 80, "extra": extra, **fields}
 
 
 VICTIMS = [
