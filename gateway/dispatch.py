@@ -139,6 +139,9 @@ class Job:
         """There is something to take; items of a whole answer alone are not reason enough."""
         self._failure: GatewayError | None = None
         self._waiter: asyncio.Future[None] | None = None
+        self._until_s = 0.0
+        """When the reader is woken although nothing has come."""
+        self._timer: asyncio.TimerHandle | None = None
         self._watch: asyncio.Task[None] | None = None
         self._deadline_s = self._loop.time() + dispatcher.request_timeout_s
         self.exchanges = [Exchange(self, request, i) for i, request in enumerate(requests)]
@@ -149,6 +152,8 @@ class Job:
     def __exit__(self, *exc_info: object) -> None:
         if self._watch is not None:
             self._watch.cancel()
+        if self._timer is not None:
+            self._timer.cancel()
         self._dispatcher.release(self)
 
     def watch(self, receive: Receive) -> None:
@@ -200,13 +205,28 @@ class Job:
 
     async def _wait(self, timeout_s: float) -> None:
         self._waiter = self._loop.create_future()
-        until_s = min(self._loop.time() + timeout_s, self._deadline_s)
-        timer = self._loop.call_at(until_s, self._wake)
+        self._until_s = min(self._loop.time() + timeout_s, self._deadline_s)
+        # One timer outlasts many waits: to set and cancel one for each token costs more than the rest.
+        if self._timer is None or self._timer.when() > self._until_s:
+            self._set_timer()
         try:
             await self._waiter
         finally:
-            timer.cancel()
             self._waiter = None
+
+    def _set_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = self._loop.call_at(self._until_s, self._on_timer)
+
+    def _on_timer(self) -> None:
+        self._timer = None
+        if self._waiter is None:
+            return
+        if self._loop.time() < self._until_s:
+            self._set_timer()
+        else:
+            self._wake()
 
     def _signal(self) -> None:
         self._signalled = True

@@ -1,13 +1,17 @@
 """Writes deltas to the gateways' reply streams and acknowledges finished requests.
 
-Whatever gathered while the last write was under way goes out in one transaction: one append for each
-gateway, and with it the acknowledgement of every request that ended in it. So a slow Redis makes
-writes larger, not more, and an entry is gone only when its terminal delta is there to be read.
+Whatever gathered while the last write was under way goes out at once: one append for each gateway, and
+if requests ended in it, one transaction with their acknowledgement. So a slow Redis makes writes larger,
+not more, and an entry is gone only when its terminal delta is there to be read. Most steps end nothing
+and are one plain append: a write is on the path of every token, and costs the machine its model's time.
 """
 
 import asyncio
+import time
 from collections import defaultdict
+from collections.abc import Awaitable, Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 from redis.asyncio import Redis
 
@@ -17,7 +21,9 @@ from workers.protocol import PAYLOAD_FIELD, REQUEST_GROUP, OutputDelta, StepDelt
 REPLIES_MAX_LEN = 100_000
 """Entries kept of a reply stream nobody reads (approximate)."""
 REPLIES_TTL_S = 300
-"""A reply stream that nobody wrote to for this long is dropped."""
+"""A reply stream that nobody wrote to for about this long is dropped."""
+RENEWAL_S = 30.0
+"""How often that is put off while a stream is written to."""
 MAX_DELTAS = 2_000
 """Deltas of one append, so that an outage's backlog does not become one huge entry."""
 
@@ -38,13 +44,16 @@ class Publisher:
         self._batch = _Batch()
         self.unacknowledged: set[bytes] = set()
         """Entries of requests that ended here while Redis does not know it yet."""
+        self._renewed_s: dict[str, float] = {}
+        """When each reply stream's life was last put off."""
         self._wake = asyncio.Event()
         self._idle = asyncio.Event()
         self._idle.set()
 
     def put(self, reply_to: str, delta: OutputDelta) -> None:
         self._batch.replies[reply_to].append(delta)
-        self._mark()
+        if not self._wake.is_set():
+            self._mark()
 
     def finish(self, entry_ids: list[bytes]) -> None:
         """Acknowledge and delete these entries together with the deltas that were put before."""
@@ -63,7 +72,8 @@ class Publisher:
                     await self._write(batch)
                     break
                 except OUTAGE as error:
-                    # The transaction may have been carried out: gateways drop repeats by `seq`.
+                    # It may have been written: gateways drop repeats by `seq`. Or Redis has lost all.
+                    self._renewed_s.clear()
                     await patience.pause(error)
             patience.reset()
             self.unacknowledged.difference_update(batch.finished)
@@ -84,20 +94,45 @@ class Publisher:
         self._wake.set()
 
     async def _write(self, batch: _Batch) -> None:
+        appends = [
+            (reply_to, StepDeltas(worker_id=self._worker_id, deltas=part))
+            for reply_to, deltas in batch.replies.items()
+            for part in _parts(deltas)
+        ]
+        now_s = time.monotonic()
+        renewals = [
+            name for name in batch.replies if now_s - self._last_renewal_s(name) > RENEWAL_S
+        ]
+        if len(appends) == 1 and not renewals and not batch.finished:
+            await _append(self._redis, *appends[0])
+            return
         async with self._redis.pipeline(transaction=True) as pipe:
-            for reply_to, deltas in batch.replies.items():
-                for start in range(0, len(deltas), MAX_DELTAS):
-                    step = StepDeltas(
-                        worker_id=self._worker_id, deltas=deltas[start : start + MAX_DELTAS]
-                    )
-                    pipe.xadd(
-                        reply_to,
-                        {PAYLOAD_FIELD: encode(step)},
-                        maxlen=REPLIES_MAX_LEN,
-                        approximate=True,
-                    )
+            for reply_to, step in appends:
+                _append(pipe, reply_to, step)
+            for reply_to in renewals:
                 pipe.expire(reply_to, REPLIES_TTL_S)
             if batch.finished:
                 pipe.xack(self._requests_stream, REQUEST_GROUP, *batch.finished)
                 pipe.xdel(self._requests_stream, *batch.finished)
             await pipe.execute()
+        if renewals:
+            self._note_renewals(renewals, now_s)
+
+    def _last_renewal_s(self, reply_to: str) -> float:
+        return self._renewed_s.get(reply_to, float("-inf"))
+
+    def _note_renewals(self, renewals: list[str], now_s: float) -> None:
+        """Gateways come and go: what is too old to tell anything is forgotten."""
+        kept = {name: at for name, at in self._renewed_s.items() if now_s - at <= RENEWAL_S}
+        self._renewed_s = {**kept, **dict.fromkeys(renewals, now_s)}
+
+
+def _parts(deltas: list[OutputDelta]) -> Iterator[list[OutputDelta]]:
+    for start in range(0, len(deltas), MAX_DELTAS):
+        yield deltas[start : start + MAX_DELTAS]
+
+
+def _append(redis: Redis, reply_to: str, step: StepDeltas) -> Awaitable[Any]:
+    return redis.xadd(
+        reply_to, {PAYLOAD_FIELD: encode(step)}, maxlen=REPLIES_MAX_LEN, approximate=True
+    )
