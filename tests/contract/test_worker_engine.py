@@ -10,7 +10,7 @@ from collections import defaultdict
 import msgspec
 import pytest
 
-from workers.engine.interface import Engine
+from workers.engine.interface import EXPIRED, Engine
 from workers.engine.scripted import FAIL, HANG, ScriptedEngine, scripted_tokenizer
 from workers.errors import RequestError
 from workers.protocol import (
@@ -146,6 +146,16 @@ class EngineContract:
         run(engine, collected)
         assert collected.ends(request.request_id) == dict.fromkeys(range(2), FinishReason.ABORT)
         assert collected.is_over(request.request_id)
+
+    def test_a_request_past_its_deadline_is_not_started(self, engine: Engine):
+        late = msgspec.structs.replace(self.request(n=2), deadline_s=1.0)
+        timely = msgspec.structs.replace(self.request(), deadline_s=2.0**40)
+        for request in (late, timely):
+            engine.add(request)
+        collected = run(engine)
+        assert collected.ends(late.request_id) == dict.fromkeys(range(2), FinishReason.ERROR)
+        assert {delta.error for delta in collected.deltas[late.request_id]} == {EXPIRED}
+        assert collected.ends(timely.request_id) == {0: FinishReason.LENGTH}
 
     def test_an_abort_of_what_is_not_there_does_nothing(self, engine: Engine):
         request = self.request(max_tokens=1)

@@ -25,7 +25,7 @@ from tokenizers.decoders import ByteLevel as ByteLevelDecoder
 from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import ByteLevel
 
-from workers.engine.interface import EngineStats, LoadedEngine, Progress
+from workers.engine.interface import EXPIRED, EngineStats, LoadedEngine, Progress
 from workers.engine.output_processor import BytesDetokenizer, ChoiceOutput, Emission
 from workers.engine.step_log import EngineLoad, StepLog, StepMember, StepSink, StepWork
 from workers.errors import RequestError
@@ -245,6 +245,7 @@ class ScriptedEngine:
 
     def step(self) -> list[OutputDelta]:
         self._log.begin()
+        deltas = self._expire()
         while self._can_start():
             self._start(self._waiting.popleft())
         self._log.scheduled(self._describe)
@@ -252,7 +253,6 @@ class ScriptedEngine:
         if self._step_delay_s:
             time.sleep(self._step_delay_s)
         self._log.collected()
-        deltas: list[OutputDelta] = []
         for run in tuple(self._running.values()):
             before = len(run.choices)
             new = self._note_ends(run.advance())
@@ -262,6 +262,15 @@ class ScriptedEngine:
                 self._leave(run.request.request_id, before - len(run.choices))
         self._steps += 1
         self._log.emitted(self._load)
+        return deltas
+
+    def _expire(self) -> list[OutputDelta]:
+        now_s = time.time()
+        late = [run for run in self._waiting if 0 < run.request.deadline_s < now_s]
+        deltas: list[OutputDelta] = []
+        for run in late:
+            self._waiting.remove(run)
+            deltas += self._note_ends(run.end(FinishReason.ERROR, EXPIRED))
         return deltas
 
     def fail_all(self, error: str) -> list[OutputDelta]:
