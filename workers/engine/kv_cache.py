@@ -132,6 +132,8 @@ class KVCache:
     def __init__(self, groups: Iterable[CacheGroup], block_len: int, max_chunk: int) -> None:
         """`max_chunk` is the most tokens of one text that a step computes."""
         self.groups = tuple(groups)
+        self.windows = [(i, g) for i, g in enumerate(self.groups) if g.window is not None]
+        """The groups that have one, with their places."""
         self.block_len = block_len
         self.max_chunk = max_chunk
 
@@ -263,7 +265,7 @@ class BlockTable:
 
     def release_behind(self, num_tokens: int) -> None:
         """Give back what the token after `num_tokens` others, and those after it, do not see."""
-        for index, group in enumerate(self._cache.groups):
+        for index, group in self._cache.windows:
             blocks, first = self.blocks[index], self._first_held[index]
             end = min(self._cache.first_seen(group, num_tokens), len(blocks))
             for place in range(first, end):
