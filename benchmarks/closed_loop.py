@@ -7,15 +7,34 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
-from benchmarks.http_client import Connection, RequestFailedError
+from benchmarks.http_client import Connection, RequestFailedError, Usage
 
-VOCABULARY = (
-    "river star bread chess train bee glass volcano paper map salt bridge clock kite coral desert "
-    "harbour lantern orchard violin glacier compass market library engine garden thunder anchor "
-    "feather mirror canyon meadow"
+TOPICS = [
+    "rivers",
+    "stars",
+    "bread",
+    "chess",
+    "trains",
+    "bees",
+    "glass",
+    "volcanoes",
+    "paper",
+    "maps",
+    "salt",
+    "bridges",
+    "clocks",
+    "kites",
+    "coral",
+    "deserts",
+]
+LOG = " ".join(
+    f"Item {i}: the harbour master of town {i * 7 % 31} wrote down {i * 13 % 97} ships "
+    f"and {i % 9} storms."
+    for i in range(40)
 )
-WORDS = VOCABULARY.split()
-TOPICS = ("history", "craft", "science", "economy", "legends", "future")
+"""About 950 tokens."""
+SHARED_CHARACTERS = 1280
+"""Of it, as a system prompt: about 400 tokens."""
 
 
 @dataclass(frozen=True)
@@ -74,39 +93,37 @@ def quantile_ms(values_s: list[float], share: float) -> float:
     return round(ordered[min(len(ordered) - 1, int(share * len(ordered)))] * 1e3, 2)
 
 
-def _sentence(rng: random.Random, length: int) -> str:
-    return " ".join(rng.choice(WORDS) for _ in range(length))
+def _short(number: int) -> list[dict[str, str]]:
+    topic = TOPICS[number % len(TOPICS)]
+    ask = f"Write a long detailed essay about {topic}, part {number}."
+    return [{"role": "user", "content": ask}]
 
 
-def _short(rng: random.Random, index: int) -> list[dict[str, str]]:
-    ask = f"Note {index}: write a long, detailed essay on the {rng.choice(TOPICS)} of the "
-    return [{"role": "user", "content": ask + _sentence(rng, 3) + "."}]
+def _shared_prefix(number: int) -> list[dict[str, str]]:
+    rules = "You keep the log of a harbour. " + LOG[:SHARED_CHARACTERS]
+    return [{"role": "system", "content": rules}, *_short(number)]
 
 
-def _shared_prefix(rng: random.Random, index: int) -> list[dict[str, str]]:
-    rules = "You keep a diary. Words you may use: " + _sentence(random.Random(0), 300)
-    return [{"role": "system", "content": rules}, *_short(rng, index)]
-
-
-def _long(rng: random.Random, index: int) -> list[dict[str, str]]:
-    text = f"Log {index}. {_sentence(rng, 750)}. Summarise log {index} at length."
+def _long_prompt(number: int) -> list[dict[str, str]]:
+    text = f"Log number {number}. {LOG} Summarise log {number}."
     return [{"role": "user", "content": text}]
 
 
-SCENARIOS: dict[str, Callable[[random.Random, int], list[dict[str, str]]]] = {
+SCENARIOS: dict[str, Callable[[int], list[dict[str, str]]]] = {
     "short": _short,
     "shared-prefix": _shared_prefix,
-    "long": _long,
+    "long-prompt": _long_prompt,
 }
+"""What a prompt is made of, by its number: a new number, a fresh prompt."""
 
 
 def request_bodies(load: Load) -> Iterator[bytes]:
     """Streamed greedy requests of exactly `max_tokens` tokens each; the same for the same load."""
     rng = random.Random(f"{load.seed}/{load.scenario}/{load.num_clients}")
-    for index in range(load.num_requests):
+    for number in rng.sample(range(10_000), load.num_requests):
         body = {
             "model": load.model,
-            "messages": SCENARIOS[load.scenario](rng, rng.randrange(10**6) + index),
+            "messages": SCENARIOS[load.scenario](number),
             "max_tokens": load.max_tokens,
             "temperature": 0,
             "ignore_eos": True,
@@ -116,29 +133,22 @@ def request_bodies(load: Load) -> Iterator[bytes]:
         yield json.dumps(body).encode()
 
 
-def _piece(event: dict[str, object]) -> str:
-    choices = event.get("choices")
-    if not isinstance(choices, list) or not choices:
-        return ""
-    return str(choices[0].get("delta", {}).get("content") or "")
-
-
 async def _one(connection: Connection, body: bytes, samples: Samples) -> None:
     """Send one request; its times go into `samples` only once it has ended well."""
     started = time.perf_counter()
     arrivals: list[float] = []
-    usage: object = None
+    usage: Usage | None = None
     async for event in connection.events("/v1/chat/completions", body):
-        if _piece(event):
+        if event.choices and event.choices[0].delta.content:
             arrivals.append(time.perf_counter())
-        usage = event.get("usage") or usage
-    if not arrivals or not isinstance(usage, dict):
+        usage = event.usage or usage
+    if not arrivals or usage is None:
         raise RequestFailedError("an answer without text or usage")
     samples.ttft_s.append(arrivals[0] - started)
     samples.gap_s.extend(b - a for a, b in zip(arrivals, arrivals[1:], strict=False))
     samples.e2e_s.append(time.perf_counter() - started)
-    samples.output_tokens += usage["completion_tokens"]
-    samples.prompt_tokens += usage["prompt_tokens"]
+    samples.output_tokens += usage.completion_tokens
+    samples.prompt_tokens += usage.prompt_tokens
 
 
 async def _client(load: Load, bodies: Iterator[bytes], samples: Samples) -> None:

@@ -88,7 +88,6 @@ def measure(engine: "ModelEngine", load: EngineLoad) -> EngineFigures:
     """Run `load` to its end in an engine that is empty. Raises RuntimeError if a request fails."""
     todo = requests(load)
     before, cached = engine.stats(), 0
-    padded, computed = engine._num_padded, engine._num_computed
     wall, own, cpu = time.perf_counter(), time.thread_time(), time.process_time()
     for _, request in zip(range(load.rows), todo, strict=False):
         engine.add(request)
@@ -107,7 +106,10 @@ def measure(engine: "ModelEngine", load: EngineLoad) -> EngineFigures:
         time.process_time() - cpu,
     )
     after = engine.stats()
-    padded, computed = engine._num_padded - padded, engine._num_computed - computed
+    padded, computed = (
+        after.num_padded - before.num_padded,
+        after.num_computed - before.num_computed,
+    )
     steps = after.steps - before.steps
     return EngineFigures(
         rows=load.rows,

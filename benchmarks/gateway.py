@@ -18,6 +18,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import click
+import uvloop
 
 from benchmarks import recipes, report
 from benchmarks.closed_loop import quantile_ms
@@ -115,8 +116,8 @@ async def measure(endpoint: Endpoint, kind: str, connections: int, seconds: floa
 def measure_all(endpoint: Endpoint, connections: list[int], seconds: float) -> list[Row]:
     rows = []
     for kind in kinds(endpoint):
-        asyncio.run(measure(endpoint, kind, 1, WARM_UP_S))
-        rows += [asyncio.run(measure(endpoint, kind, count, seconds)) for count in connections]
+        uvloop.run(measure(endpoint, kind, 1, WARM_UP_S))
+        rows += [uvloop.run(measure(endpoint, kind, count, seconds)) for count in connections]
     return rows
 
 

@@ -12,16 +12,18 @@ VLLM_MAX_MODEL_LEN = 2048
 def tpugate(
     model: str, folder: Path, options: tuple[str, ...] = (), models_dir: Path | None = None
 ) -> Recipe:
-    """`tpugate serve` with all it writes in `folder`: a second start finds the first's programs.
+    """`tpugate serve` with its data in `folder`.
 
-    The weights come from `models_dir`: fetching them is not what start-up measures.
+    With `models_dir`, compiled programs are kept in `folder` too, so that its first start finds none,
+    and only the weights come from there: fetching them is not what start-up measures.
     """
     port = free_port()
     command = [str(Path(sys.executable).with_name("tpugate")), "serve", *options]
     command += ["--model", model] if model else []
     command += ["--host", "127.0.0.1", "--port", str(port), "--data-dir", str(folder / "data")]
-    environment = {"TPUGATE_ADMIN_KEY": ADMIN_KEY, "TPUGATE_CACHE_DIR": str(folder / "cache")}
+    environment = {"TPUGATE_ADMIN_KEY": ADMIN_KEY}
     if models_dir:
+        environment["TPUGATE_CACHE_DIR"] = str(folder / "cache")
         environment["TPUGATE_MODELS_DIR"] = str(models_dir)
     return Recipe(
         name="tpugate",

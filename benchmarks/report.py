@@ -1,20 +1,18 @@
 """Medians, ratios and the tables that a benchmark prints."""
 
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 
-from benchmarks.closed_loop import Figures
+from benchmarks.cells import Cell, Plan, Results
 from benchmarks.servers import RunningServer
 
-SHOWN = {
-    "output tokens/s": "output_tokens_per_s",
-    "TTFT p50 ms": "ttft_p50_ms",
-    "TTFT p99 ms": "ttft_p99_ms",
-    "inter-token p50 ms": "inter_token_p50_ms",
-    "inter-token p99 ms": "inter_token_p99_ms",
+OURS, PEER = "tpugate", "vllm"
+TIMES = {
+    "TTFT p50": "ttft_p50_ms",
+    "TTFT p99": "ttft_p99_ms",
+    "between tokens p50": "inter_token_p50_ms",
+    "between tokens p99": "inter_token_p99_ms",
 }
-Runs = Mapping[str, Mapping[int, Sequence[Figures]]]
-"""Server name → number of clients → one entry a round."""
 
 
 def table(header: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
@@ -23,43 +21,75 @@ def table(header: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
     return "\n".join("| " + " | ".join(str(cell) for cell in line) + " |" for line in lines)
 
 
-def median(figures: Sequence[Figures], name: str) -> float:
-    values: list[float] = [getattr(entry, name) for entry in figures]
-    return round(statistics.median(values), 2)
+def median(cells: Sequence[Cell], name: str) -> float:
+    """Of one figure over the rounds."""
+    values: list[float] = [getattr(cell.figures, name) for cell in cells]
+    return round(statistics.median(values), 1)
 
 
-def throughput_table(runs: Runs) -> str:
-    """One row per server and number of clients, medians over the rounds."""
-    rows = [
-        [
-            server,
-            num_clients,
-            *(median(figures, name) for name in SHOWN.values()),
-            sum(entry.num_errors for entry in figures),
-        ]
-        for server, levels in runs.items()
-        for num_clients, figures in levels.items()
-    ]
-    return table(["server", "clients", *SHOWN, "errors"], rows)
+def throughput_table(plan: Plan, results: Results, scenario: str) -> str:
+    """One row for each number of clients: ours, and beside it the peer if there is one."""
+    servers = list(dict.fromkeys(key.rsplit("/", 1)[1] for key in results.cells))
+    has_ratio = {OURS, PEER} <= set(servers)
+    header = ["clients", *(f"{server} tokens/s" for server in servers)]
+    header += ["ratio"] if has_ratio else []
+    header += [f"{what} ms, {' / '.join(servers)}" for what in TIMES]
+    header += ["errors"]
+    rows = []
+    for clients in plan.clients[scenario]:
+        cells = {server: results.of(scenario, clients, server) for server in servers}
+        if all(cells.values()):
+            rows.append([clients, *_row(cells, has_ratio=has_ratio)])
+    return table(header, rows)
 
 
-def ratios(runs: Runs, ours: str, peer: str) -> dict[int, dict[str, float]]:
-    """`ours` divided by `peer`, of medians; more is better for tokens/s, less for the times."""
-    return {
-        num_clients: {
-            name: round(median(figures, name) / (median(runs[peer][num_clients], name) or 1.0), 3)
-            for name in SHOWN.values()
-        }
-        for num_clients, figures in runs[ours].items()
-    }
+def _row(cells: dict[str, list[Cell]], *, has_ratio: bool) -> list[object]:
+    rates = {server: median(rounds, "output_tokens_per_s") for server, rounds in cells.items()}
+    row: list[object] = list(rates.values())
+    if has_ratio:
+        row.append(f"{ratio(cells):.2f}")
+    for name in TIMES.values():
+        row.append(" / ".join(f"{median(rounds, name):g}" for rounds in cells.values()))
+    row.append(sum(cell.figures.num_errors for rounds in cells.values() for cell in rounds))
+    return row
 
 
-def ratio_table(runs: Runs, ours: str, peer: str) -> str:
-    rows = [
-        [num_clients, *(f"{row[name]:.2f}" for name in SHOWN.values())]
-        for num_clients, row in ratios(runs, ours, peer).items()
-    ]
-    return table([f"clients ({ours} / {peer})", *SHOWN], rows)
+def ratio(cells: dict[str, list[Cell]]) -> float:
+    """Our median throughput over the peer's."""
+    ours, peer = (median(cells[name], "output_tokens_per_s") for name in (OURS, PEER))
+    return ours / (peer or 1.0)
+
+
+def steps_table(plan: Plan, results: Results) -> str:
+    """What our engine's steps cost in each scenario; the median round by host work."""
+    rows = []
+    for scenario, levels in plan.clients.items():
+        for clients in levels:
+            cells = [
+                c for server in (OURS, "server") for c in results.of(scenario, clients, server)
+            ]
+            told = sorted((c.steps for c in cells if c.steps), key=lambda steps: steps.host_ms)
+            if told:
+                s = told[len(told) // 2]
+                row = [scenario, clients, s.steps, s.device_ms, s.host_ms]
+                rows.append([*row, s.padding_ratio, s.cached_ratio])
+    header = ["scenario", "clients", "steps", "device ms a step", "host ms a step"]
+    return table([*header, "padding", "prompt tokens from cache"], rows)
+
+
+def whole(plan: Plan, results: Results) -> str:
+    """All tables of a run of `benchmarks.serve`, whatever of it is finished."""
+    parts = []
+    for scenario in plan.clients:
+        parts += [f"**{scenario}**", throughput_table(plan, results, scenario)]
+    parts.append(steps_table(plan, results))
+    if results.starts:
+        parts.append(table(["start", "seconds until ready"], results.starts.items()))
+    if results.memory:
+        parts.append(table(["process", "peak memory, MiB"], results.memory.items()))
+    if results.idle:
+        parts.append(table(["server", "cores busy while idle"], results.idle.items()))
+    return "\n\n".join(parts)
 
 
 def memory_table(servers: Sequence[RunningServer]) -> str:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
+import uvloop
 
 from benchmarks.http_client import Connection, RequestFailedError
 
@@ -79,6 +80,18 @@ class RunningServer:
                 so_far = times.get(name, CpuTime(0.0, 0.0))
                 times[name] = CpuTime(so_far.user_s + spent.user, so_far.system_s + spent.system)
         return times
+
+    def pause(self) -> None:
+        """Stop all its processes where they are."""
+        self._signal(signal.SIGSTOP)
+
+    def resume(self) -> None:
+        self._signal(signal.SIGCONT)
+
+    def _signal(self, number: signal.Signals) -> None:
+        for process in self._processes():
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.send_signal(number)
 
     def _processes(self) -> list[psutil.Process]:
         parent = psutil.Process(self.pid)
@@ -161,7 +174,7 @@ def running(recipe: Recipe) -> Iterator[RunningServer]:
                 start_new_session=True,
             )
         try:
-            if not asyncio.run(_wait_until_ready(recipe, process)):
+            if not uvloop.run(_wait_until_ready(recipe, process)):
                 tail = log.read_text(encoding="utf-8", errors="replace").splitlines()
                 head = f"{recipe.name} did not get ready; its log ends with:"
                 raise ServerError("\n".join([head, *tail[-LOG_TAIL_LINES:]]))

@@ -15,6 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import click
+import uvloop
 
 from benchmarks import recipes, report
 from benchmarks.gateway import Endpoint
@@ -75,9 +76,9 @@ def rows(
 def measure(server: RunningServer, clients: int, num_tokens: int, seconds: float) -> str:
     """The table. Raises as `stream_all`."""
     endpoint = Endpoint(server.recipe.url, server.recipe.api_key, "scripted")
-    asyncio.run(stream_all(endpoint, clients, num_tokens, WARM_UP_S))
+    uvloop.run(stream_all(endpoint, clients, num_tokens, WARM_UP_S))
     before, started = _cpu(server), time.perf_counter()
-    tokens = asyncio.run(stream_all(endpoint, clients, num_tokens, seconds))
+    tokens = uvloop.run(stream_all(endpoint, clients, num_tokens, seconds))
     after, wall_s = _cpu(server), time.perf_counter() - started
     num_steps = tokens / clients
     click.echo(f"{num_steps:.0f} steps of {wall_s * 1e3 / num_steps:.1f} ms", err=True)

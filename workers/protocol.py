@@ -230,6 +230,10 @@ class WorkerStatus(msgspec.Struct, array_like=True, frozen=True, kw_only=True):
     block_len: int = 0
     """Tokens of a KV block; 0 without blocks."""
     num_blocks: int = 0
+    num_computed: int = 0
+    """Tokens that steps computed for requests so far."""
+    num_padded: int = 0
+    """Tokens that they computed for nobody."""
 
 
 class ModelCard(msgspec.Struct, array_like=True, frozen=True, kw_only=True):

@@ -405,6 +405,8 @@ class Service:
             num_preemptions=stats.num_preemptions,
             block_len=stats.block_len,
             num_blocks=stats.num_blocks,
+            num_computed=stats.num_computed,
+            num_padded=stats.num_padded,
         )
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:

@@ -196,6 +196,8 @@ class ModelEngine:
             num_preemptions=self._scheduler.num_preemptions,
             block_len=self._parts.block_len,
             num_blocks=self._parts.cache.num_blocks,
+            num_computed=self._num_computed,
+            num_padded=self._num_padded,
         )
 
     def _expire(self) -> list[OutputDelta]:

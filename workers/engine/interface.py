@@ -39,6 +39,10 @@ class EngineStats:
     block_len: int = 0
     """Tokens of a KV block; 0 without blocks."""
     num_blocks: int = 0
+    num_computed: int = 0
+    """Tokens that steps computed for requests."""
+    num_padded: int = 0
+    """Tokens that they computed for nobody."""
 
 
 class Engine(Protocol):

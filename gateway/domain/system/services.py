@@ -193,6 +193,8 @@ _COUNTERS: _Rows = (
         lambda s: s.host_seconds,
     ),
     ("tpugate_step_device_seconds", "Time that steps had the device", lambda s: s.device_seconds),
+    ("tpugate_step_tokens", "Tokens that steps computed for requests", lambda s: s.num_computed),
+    ("tpugate_step_padding", "Tokens that steps computed for nobody", lambda s: s.num_padded),
 )
 
 
