@@ -68,6 +68,7 @@ def steps(
         decode,
         buckets=decode.buckets + mixed.buckets,
         captures=decode.captures + mixed.captures,
+        live_kv=decode.live_kv + mixed.live_kv,
     )
     with ThreadPoolExecutor(2) as threads:
         plans = threads.map(lambda chip: compile_steps(both, chip), CHIPS.values())

@@ -94,7 +94,10 @@ def attend(  # noqa: PLR0913 -- an operation's inputs
     owners = jnp.stack([positions, token_tables], -1)  # per row of the product, to mask it with
     owners = jnp.broadcast_to(owners[:, None], (num_tokens, heads, 2))
     result: Any = jax.ShapeDtypeStruct((num_tokens, heads, out_lanes), query.dtype)  # type: ignore[no-untyped-call]
+    # Of a full bucket, each block of tokens with one request's context, or what a window leaves of it.
     context = num_blocks * block_len
+    if window is not None:
+        context = min(context, window + block_tokens + shape.chunk)
     reads = num_tokens // block_tokens * context
     call: Any = pl.pallas_call(
         functools.partial(_kernel, shape=shape),
@@ -119,7 +122,7 @@ def attend(  # noqa: PLR0913 -- an operation's inputs
             ],
         ),
         compiler_params=pltpu.CompilerParams(dimension_semantics=("arbitrary",)),
-        # Of a full bucket, each block of tokens with one request's context: XLA cannot look inside.
+        # XLA cannot look inside.
         cost_estimate=pl.CostEstimate(
             flops=2 * num_tokens * heads * context * (shape.key_lanes + out_lanes),
             bytes_accessed=reads * width * cache.dtype.itemsize,

@@ -67,8 +67,8 @@ class Captured:
     weights_bytes: int
     cache_bytes: int
     num_blocks: int
-    kv_token_bytes: int
-    """Keys and values of one token, all layers."""
+    live_kv: list[int]
+    """Bytes of keys and values that each program's requests see, each with its whole context."""
 
 
 def plan_engine(
@@ -124,16 +124,13 @@ def largest(ladder: BucketLadder) -> Sequence[Bucket]:
 def compile_steps(captured: Captured, chip: Chip) -> Plan:
     compiled = compile_programs(chip, captured.captures, captured.groups)
     steps = [
-        PlannedStep(bucket, program, captured.weights_bytes + _live_kv(captured, bucket))
-        for bucket, program in zip(captured.buckets, compiled, strict=True)
+        PlannedStep(bucket, program, captured.weights_bytes + live_kv)
+        for bucket, program, live_kv in zip(
+            captured.buckets, compiled, captured.live_kv, strict=True
+        )
     ]
     facts = (captured.weights_bytes, captured.cache_bytes, captured.num_blocks)
     return Plan(chip, *facts, steps)
-
-
-def _live_kv(captured: Captured, bucket: Bucket) -> int:
-    requests = bucket.rows + bucket.prefill.segments
-    return captured.kv_token_bytes * requests * bucket.context
 
 
 class _Planner(EngineBuilder):
@@ -155,7 +152,10 @@ class _Planner(EngineBuilder):
             weights_bytes=self._weights_bytes,
             cache_bytes=sum(sizes[2:first_weight]),
             num_blocks=max(cache.num_blocks),
-            kv_token_bytes=runner.kv_token_bytes,
+            live_kv=[
+                (bucket.rows + bucket.prefill.segments) * runner.kv_bytes(bucket.context)
+                for bucket in buckets
+            ],
         )
 
     def _load(self, attention_name: str) -> "PreTrainedModel":
