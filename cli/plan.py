@@ -50,10 +50,10 @@ def plan(model: str, chip: str, every_bucket: bool, as_json: bool, **options: An
 
 def _make(model: str, chip: str, every_bucket: bool, options: dict[str, Any]) -> "Plan":
     from models.errors import ModelError, ModelReferenceError
+    from torchtpu.bringup import bring_up
     from torchtpu.errors import SettingError as BadVariable
     from torchtpu.errors import TorchTpuError
     from workers.engine.build import EngineConfig
-    from workers.engine.planner import plan_engine
     from workers.errors import HopelessLoadError, LoadError
 
     def progress(what: str, share: float) -> None:
@@ -62,7 +62,10 @@ def _make(model: str, chip: str, every_bucket: bool, options: dict[str, Any]) ->
 
     try:
         config = EngineConfig(model=model, served_name=model, **options)
-        return plan_engine(config, CHIPS[chip], progress, every_bucket=every_bucket)
+        device = bring_up("tpu")
+        from workers.engine.planner import plan_engine  # imports torch: after the bring-up
+
+        return plan_engine(config, CHIPS[chip], device, progress, every_bucket=every_bucket)
     except (HopelessLoadError, ModelReferenceError, BadVariable, ValueError) as error:
         raise SettingError(str(error)) from error
     except (LoadError, ModelError, TorchTpuError) as error:

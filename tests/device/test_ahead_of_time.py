@@ -3,6 +3,7 @@ moves little more than it must, and that a plan says so. The compiler is libtpu'
 
 import dataclasses
 import json
+import os
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -126,7 +127,16 @@ def test_the_command_says_that_a_model_does_not_fit(tmp_path: Path) -> None:
     )  # fmt: skip
     shape = ["--max-rows", "8", "--context-len", "256", "--num-blocks", "128"]
     command = [sys.executable, "-m", "cli.main", "plan", "--model", str(tmp_path), "--chip", "v5e"]
-    run = subprocess.run([*command, *shape, "--json"], capture_output=True, text=True, check=False)
+    # As a user starts it: this process's own environment knows a device already.
+    known = ("TORCH_DEVICE_BACKEND_AUTOLOAD", "TPU_LIBRARY_PATH", "TPUGATE_PJRT_PLUGIN")
+    environment = {name: value for name, value in os.environ.items() if name not in known}
+    run = subprocess.run(
+        [*command, *shape, "--json"],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert run.returncode == 1, run.stderr
     plan = json.loads(run.stdout)
     assert not plan["fits"]

@@ -18,7 +18,6 @@ from torchtpu.ahead_of_time.capture import Capture, Capturer
 from torchtpu.ahead_of_time.chips import Chip
 from torchtpu.ahead_of_time.compile import Compiled, compile_programs
 from torchtpu.ahead_of_time.hlo_cost import Groups
-from torchtpu.bringup import bring_up
 from torchtpu.buckets import NO_PREFILL, Bucket, BucketLadder
 from torchtpu.device import Device
 from workers.engine.build import EngineBuilder, EngineConfig
@@ -72,13 +71,19 @@ class Captured:
 
 
 def plan_engine(
-    config: EngineConfig, chip: Chip, progress: Progress, *, every_bucket: bool = False
+    config: EngineConfig,
+    chip: Chip,
+    device: Device,
+    progress: Progress,
+    *,
+    every_bucket: bool = False,
 ) -> Plan:
     """Capture and compile the largest decode and prefill steps, or all of them.
 
+    `device` only has to have TorchTPU loaded.
+
     Raises ModelError, TorchTpuError, LoadError or ValueError, each with a sentence for the user.
     """
-    device = bring_up("tpu")
     local = _find(config.model, progress)
     progress("tracing the programs", 0.2)
     captured = capture_steps(config, chip, device, local, every if every_bucket else largest)
