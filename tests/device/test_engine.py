@@ -19,6 +19,7 @@ from tests.device.driving import (
     fresh_engine,
     new_request,
 )
+from tests.device.forced import ask_forced
 from tests.device.reference import Generated, Reference
 from workers.engine.engine import MAX_FAILED_STEPS, EngineParts, ModelEngine
 from workers.protocol import FinishReason
@@ -106,7 +107,7 @@ def test_a_prompt_alone_gives_the_tokens_of_the_full_batch(
             reference.check(f"prompt {index} alone", alone, expected[index])
 
 
-def test_too_few_blocks_for_all_change_no_token(
+def test_hits_chunks_and_too_few_blocks_change_no_token(
     parts: EngineParts,
     prompts: list[list[int]],
     lengths: list[int],
@@ -114,12 +115,10 @@ def test_too_few_blocks_for_all_change_no_token(
     expected: list[Generated],
     reference: Reference,
 ):
-    engine = fresh_engine(parts, num_blocks=CONTEXT_LEN // parts.block_len + 8)
-    again = tokens_of(engine, prompts, lengths)
-    assert engine._scheduler.num_preemptions > 0
-    for index, (tokens, before) in enumerate(zip(again, together, strict=True)):
-        if tokens != before:
-            reference.check(f"prompt {index} among few blocks", tokens, expected[index])
+    answers = ask_forced(parts, prompts, lengths, CONTEXT_LEN // parts.block_len + 8)
+    for index, (answer, before) in enumerate(zip(answers, together, strict=True)):
+        if answer.tokens != before:
+            reference.check(f"prompt {index} among few blocks", answer.tokens, expected[index])
 
 
 def test_nothing_compiles_while_two_hundred_mixed_requests_run(
