@@ -16,6 +16,7 @@ import os
 import signal
 import time
 from collections.abc import Coroutine
+from dataclasses import asdict, replace
 from typing import Any
 
 import msgspec
@@ -382,31 +383,15 @@ class Service:
 
     def _status(self) -> WorkerStatus:
         stats = self._engine.stats
+        num_waiting = stats.num_waiting + self._engine.num_queued
         return WorkerStatus(
             worker_id=self._config.worker_id,
             model=self._config.served_name,
             state=self._state,
             progress=self._progress.share,
             detail=self._progress.what,
-            num_running=stats.num_running,
-            num_waiting=stats.num_waiting + self._engine.num_queued,
-            kv_usage=stats.kv_usage,
-            num_compiles_after_warmup=stats.num_compiles_after_warmup,
-            num_ready_buckets=stats.num_ready_buckets,
-            steps=stats.steps,
-            padding_ratio=stats.padding_ratio,
-            prompt_tokens=stats.prompt_tokens,
-            generation_tokens=stats.generation_tokens,
             engine="scripted" if self._config.engine == "fake" else "model",
-            host_seconds=stats.host_seconds,
-            device_seconds=stats.device_seconds,
-            num_prefix_queries=stats.num_prefix_queries,
-            num_prefix_hits=stats.num_prefix_hits,
-            num_preemptions=stats.num_preemptions,
-            block_len=stats.block_len,
-            num_blocks=stats.num_blocks,
-            num_computed=stats.num_computed,
-            num_padded=stats.num_padded,
+            **asdict(replace(stats, num_waiting=num_waiting)),
         )
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:

@@ -259,7 +259,7 @@ class EngineBuilder:
                     f"{self._context_len} tokens: raise --num-blocks or lower --context-len"
                 )
             return given_sizes(groups, given)
-        plan = self._memory_plan(model, max(layer_bytes))
+        plan = self._memory_plan(model, 0 if self._has_kernel else max(layer_bytes))
         block_bytes = [block_len * sum(layer_bytes[i] for i in group.layers) for group in groups]
         sizes = pool_sizes(groups, block_bytes, plan.cache, self._ladder.max_rows)
         if sizes is None:

@@ -14,7 +14,7 @@ EXPIRED = "The request waited past its deadline and was not started."
 
 @dataclass(frozen=True)
 class EngineStats:
-    """A snapshot for the heartbeat; counters only grow."""
+    """A snapshot for the heartbeat, whose record has all of these fields; counters only grow."""
 
     num_running: int = 0
     num_waiting: int = 0

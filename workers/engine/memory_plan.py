@@ -29,7 +29,8 @@ GIB = 1 << 30
 PROGRAM_BYTES = 55_000_000
 """Code and books of one program; measured on XLA:CPU with 30 layers."""
 LOGITS_COPIES = 6
-"""Sampling's temporaries, as float32 copies of a step's logits: scaled, sorted, their order (int64), sums."""
+"""Sampling's temporaries, as float32 copies of a step's logits: processed, scaled, their order as integers,
+probabilities, what a threshold lets through, noise."""
 GATHER_COPIES = 2
 """A layer's keys and values of all rows: gathered, and laid out for the product."""
 
@@ -65,8 +66,9 @@ def weights_bytes(model: "PreTrainedModel") -> int:
 def programs_bytes(
     model: "PreTrainedModel", ladder: BucketLadder, kv_bytes: int, vocab_size: int
 ) -> int:
-    """Code of all programs, temporaries of the largest, and what sampling keeps; `kv_bytes` are one layer's
-    for one token.
+    """Code of all programs, temporaries of the largest, and what sampling keeps.
+
+    `kv_bytes` are what one layer gathers of a token; a kernel of attention gathers nothing: 0.
     """
     num_samples = max(bucket.num_samples for bucket in ladder.buckets)
     num_tokens = max(bucket.num_tokens for bucket in ladder.buckets)

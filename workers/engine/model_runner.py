@@ -148,7 +148,8 @@ class ModelRunner:
     def warm_up(self, progress: WarmUpProgress) -> None:
         """Compile (or read back) every program, then run each once: a first run is a slow one."""
         buckets = self._config.ladder.buckets
-        self._sampler.start(sorted({bucket.num_samples for bucket in buckets}), self._newest)
+        largest = {bucket.num_samples: bucket for bucket in buckets}
+        self._sampler.start(sorted(largest), self._newest)
         steps = {bucket: self.start_step(bucket) for bucket in buckets}
         self._sampler.finish()
         for index, bucket in enumerate(buckets):
@@ -158,7 +159,8 @@ class ModelRunner:
         for bucket in reversed(buckets):
             plan = StepPlan(bucket, [], [])
             greedy, logits = self._run(plan)
-            self._newest = self._sampler.probe(plan, logits, greedy, self._newest)
+            if largest[bucket.num_samples] is bucket:
+                self._newest = self._sampler.probe(plan, logits, greedy, self._newest)
         return_freed_memory()
         progress(len(buckets), len(buckets), "")
 

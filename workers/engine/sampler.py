@@ -72,8 +72,10 @@ class Sampler:
         self._pending.clear()
 
     def probe(self, plan: StepPlan, logits: Tensor, greedy: Tensor, newest: Tensor) -> Tensor:
-        """Run the programs that need most memory once; gives `newest`, which was donated."""
-        tokens, newest = self._draw(Draw.PENALISED, plan, logits, greedy, newest)
+        """Run each program for the plan's number of logits rows; gives `newest`, which was donated."""
+        tokens = greedy
+        for draw in (Draw.PLAIN, Draw.TRUNCATED, Draw.PENALISED):
+            tokens, newest = self._draw(draw, plan, logits, greedy, newest)
         self._report(plan, logits, tokens).cpu()
         return newest
 
