@@ -77,6 +77,14 @@ class WorkerState(StrEnum):
     """Finishes what it has, claims nothing more."""
 
 
+class Grammar(msgspec.Struct, array_like=True, frozen=True):
+    """What an answer's text must match, from its first token to its end token."""
+
+    kind: Literal["json_schema", "regex", "lark"]
+    """`lark` is llguidance's dialect of it."""
+    text: str
+
+
 class SamplingParams(msgspec.Struct, array_like=True, frozen=True, kw_only=True):
     """How tokens are chosen and when to stop. Ranges are the gateway's to check."""
 
@@ -106,6 +114,8 @@ class SamplingParams(msgspec.Struct, array_like=True, frozen=True, kw_only=True)
     """Alternatives reported beside each generated token, 0 to 20; None reports nothing."""
     prompt_logprobs: int | None = None
     """The same for the tokens of the prompt."""
+    grammar: Grammar | None = None
+    """Tokens that it does not allow cannot be drawn."""
 
 
 class GenerateRequest(msgspec.Struct, array_like=True, frozen=True, kw_only=True):
