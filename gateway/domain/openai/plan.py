@@ -1,6 +1,7 @@
 """What whole and streamed answers share: the plan of an answer, and the account of what comes."""
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from gateway.dispatch import Exchange, Job
@@ -11,6 +12,7 @@ from gateway.domain.openai.logprobs import (
     TextScorer,
     echo_logprobs,
 )
+from gateway.domain.openai.parts import PartParser
 from gateway.domain.system.services import ModelMetrics
 from gateway.errors import EngineError, GatewayError
 from models.tokenizer import TextTokenizer
@@ -45,6 +47,8 @@ class Plan:
     """The prompts, if answers begin with them."""
     scores_only: bool = False
     """The answer is the prompt alone: the one token that the engine has to draw is not shown."""
+    parser: Callable[[], PartParser] | None = None
+    """Makes the parser of one choice; None if all that the model writes is text of the answer."""
 
     def envelope(self, object_name: str) -> dict[str, object]:
         return {
