@@ -84,9 +84,23 @@ def new_request_id() -> str:
     return uuid.uuid4().hex
 
 
+def render_chat(served: ServedModel, body: ChatCompletionRequest) -> str:
+    """The text of the messages as the model reads it, however long. Raises `BadRequestError`."""
+    messages = [_template_message(i, message) for i, message in enumerate(body.messages)]
+    return _render(served, body, messages)
+
+
 def _encode_chat(
     served: ServedModel, body: ChatCompletionRequest, messages: list[dict[str, Any]]
 ) -> list[int]:
+    text = _render(served, body, messages)
+    _check_length(served, text, "messages")
+    return served.tokenizer.encode(text)
+
+
+def _render(
+    served: ServedModel, body: ChatCompletionRequest, messages: list[dict[str, Any]]
+) -> str:
     if served.template is None:
         raise BadRequestError(
             "This model has no chat template; use /v1/completions.", param="model"
@@ -103,14 +117,12 @@ def _encode_chat(
         extra.setdefault("reasoning_effort", body.reasoning_effort)
     is_prompt = body.add_generation_prompt is not False
     try:
-        text = served.template.render(messages, add_generation_prompt=is_prompt, extra=extra)
+        return served.template.render(messages, add_generation_prompt=is_prompt, extra=extra)
     except ChatTemplateError as error:
         at_fault = "messages"
         if body.chat_template_kwargs and _can_render(served.template, messages):
             at_fault = "chat_template_kwargs"
         raise BadRequestError(f"Invalid '{at_fault}': {error}", param=at_fault) from error
-    _check_length(served, text, "messages")
-    return served.tokenizer.encode(text)
 
 
 def _can_render(template: ChatTemplate, messages: list[dict[str, Any]]) -> bool:

@@ -32,6 +32,15 @@ from workers.protocol import GenerateRequest
 HttpRequest = Request[None, Principal, State]
 
 
+async def read_body(request: HttpRequest, settings: GatewaySettings) -> bytes:
+    """Raises `BodyTimeoutError`."""
+    try:
+        async with asyncio.timeout(settings.body_timeout_s):
+            return await request.body()
+    except TimeoutError as error:
+        raise BodyTimeoutError("The body did not arrive in time.") from error
+
+
 class CompletionService:
     """Stateless but for its parts; one per application."""
 
@@ -43,7 +52,7 @@ class CompletionService:
     async def chat(self, request: HttpRequest) -> ASGIApp:
         """Answer /v1/chat/completions; everything a client can get wrong is raised before anything is queued."""
         started_s = time.monotonic()
-        body = parse(ChatCompletionRequest, await self._read_body(request))
+        body = parse(ChatCompletionRequest, await read_body(request, self._settings))
         served = self._dispatcher.lookup(body.model)
         _check_num_choices(served, body)
         inline_bytes = self._settings.inline_text_bytes
@@ -54,7 +63,7 @@ class CompletionService:
     async def complete(self, request: HttpRequest) -> ASGIApp:
         """Answer /v1/completions, one or many prompts."""
         started_s = time.monotonic()
-        body = parse(CompletionRequest, await self._read_body(request))
+        body = parse(CompletionRequest, await read_body(request, self._settings))
         served = self._dispatcher.lookup(body.model)
         _check_num_choices(served, body)
         inline_bytes = self._settings.inline_text_bytes
@@ -88,13 +97,6 @@ class CompletionService:
             owned_by=card.owned_by,
             max_model_len=card.context_len,
         )
-
-    async def _read_body(self, request: HttpRequest) -> bytes:
-        try:
-            async with asyncio.timeout(self._settings.body_timeout_s):
-                return await request.body()
-        except TimeoutError as error:
-            raise BodyTimeoutError("The body did not arrive in time.") from error
 
     async def _answer(
         self, request: HttpRequest, body: GenerationBody, plan: Plan, prompts: list[Prompt]

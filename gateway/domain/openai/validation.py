@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from gateway.domain.openai.schemas import ChatCompletionRequest, CompletionRequest, GenerationBody
@@ -64,14 +64,20 @@ _UNSUPPORTED: dict[str, Harmless] = {
 }
 
 B = TypeVar("B", bound=GenerationBody)
+M = TypeVar("M", bound=BaseModel)
+
+
+def validated(kind: type[M], body: bytes) -> M:
+    """The JSON object in `body`. Raises `BadRequestError` naming the field that is wrong."""
+    try:
+        return kind.model_validate_json(body)
+    except ValidationError as error:
+        raise _bad_request(error.errors(include_input=False, include_url=False)[0]) from error
 
 
 def parse(kind: type[B], body: bytes) -> B:
     """The request in `body`. Raises `BadRequestError` naming the field that is wrong or not supported."""
-    try:
-        request = kind.model_validate_json(body)
-    except ValidationError as error:
-        raise _bad_request(error.errors(include_input=False, include_url=False)[0]) from error
+    request = validated(kind, body)
     for name in sorted(request.model_fields_set & _UNSUPPORTED.keys()):
         value = getattr(request, name)
         if value is not None and not _UNSUPPORTED[name](value):
