@@ -5,7 +5,7 @@ a request, and a chunk is a join of bytes with one JSON string encoded in betwee
 """
 
 import logging
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from contextlib import AbstractContextManager, aclosing
 from typing import Protocol
 
@@ -119,10 +119,16 @@ class Guard(AbstractContextManager[object], Protocol):
 class EventStream:
     """ASGI response: 200 at once, then one send for each block of events."""
 
-    def __init__(self, guard: Guard, blocks: AsyncGenerator[bytes, None]) -> None:
-        """An error that `blocks` raises becomes an in-band event, the last of the stream."""
+    def __init__(
+        self,
+        guard: Guard,
+        blocks: AsyncGenerator[bytes, None],
+        on_error: Callable[[GatewayError], bytes] = error_event,
+    ) -> None:
+        """An error that `blocks` raises becomes the last of the stream, in the words of `on_error`."""
         self._guard = guard
         self._blocks = blocks
+        self._on_error = on_error
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         with self._guard:
@@ -139,8 +145,8 @@ class EventStream:
         except ClientGoneError:
             pass
         except GatewayError as error:
-            return error_event(error)
+            return self._on_error(error)
         except Exception:  # noqa: BLE001  the ASGI error handler of answers that have begun
             logger.exception("a stream failed")
-            return error_event(ServerError("The server failed on this request."))
+            return self._on_error(ServerError("The server failed on this request."))
         return b""

@@ -2,6 +2,8 @@
 
 import asyncio
 import time
+from collections.abc import AsyncGenerator
+from dataclasses import dataclass
 
 from litestar.connection import Request
 from litestar.datastructures import State
@@ -9,10 +11,11 @@ from litestar.response.base import ASGIResponse
 from litestar.types import ASGIApp
 
 from gateway.directory import ServedModel, unknown_model
-from gateway.dispatch import Dispatcher
+from gateway.dispatch import Dispatcher, Job
 from gateway.domain.accounts.services import Principal
 from gateway.domain.openai.answers import collect
 from gateway.domain.openai.chunks import stream
+from gateway.domain.openai.events import Batch, events
 from gateway.domain.openai.plan import Plan
 from gateway.domain.openai.prompts import Prompt, chat_prompt, completion_prompts, new_request_id
 from gateway.domain.openai.schemas import (
@@ -23,7 +26,7 @@ from gateway.domain.openai.schemas import (
     ModelInfo,
 )
 from gateway.domain.openai.validation import parse
-from gateway.domain.system.services import Metrics
+from gateway.domain.system.services import Metrics, ModelMetrics
 from gateway.errors import BadRequestError, BodyTimeoutError, GatewayError
 from gateway.settings import GatewaySettings
 from gateway.sse import EventStream
@@ -41,6 +44,20 @@ async def read_body(request: HttpRequest, settings: GatewaySettings) -> bytes:
         raise BodyTimeoutError("The body did not arrive in time.") from error
 
 
+@dataclass(frozen=True)
+class ChatJob:
+    """A chat in flight, for a surface that words the answer itself."""
+
+    job: Job
+    plan: Plan
+    metrics: ModelMetrics
+    streaming: bool
+
+    def events(self, silence_s: float) -> AsyncGenerator[Batch, None]:
+        """See `events`."""
+        return events(self.job, self.plan, self.metrics, silence_s, streaming=self.streaming)
+
+
 class CompletionService:
     """Stateless but for its parts; one per application."""
 
@@ -53,12 +70,30 @@ class CompletionService:
         """Answer /v1/chat/completions; everything a client can get wrong is raised before anything is queued."""
         started_s = time.monotonic()
         body = parse(ChatCompletionRequest, await read_body(request, self._settings))
+        plan, prompt = await self._prepare_chat(request, body, started_s)
+        return await self._answer(request, body, plan, [prompt])
+
+    async def start_chat(
+        self,
+        request: HttpRequest,
+        body: ChatCompletionRequest,
+        started_s: float,
+        *,
+        streaming: bool,
+    ) -> ChatJob:
+        """Queue a chat for a surface that words the answer itself; the caller leaves the job's context."""
+        plan, prompt = await self._prepare_chat(request, body, started_s)
+        job = await self._submit(request, body, plan, [prompt], streaming=streaming)
+        return ChatJob(job, plan, self._metrics.of(plan.model), streaming)
+
+    async def _prepare_chat(
+        self, request: HttpRequest, body: ChatCompletionRequest, started_s: float
+    ) -> tuple[Plan, Prompt]:
         served = self._dispatcher.lookup(body.model)
         _check_num_choices(served, body)
         inline_bytes = self._settings.inline_text_bytes
         prompt = await chat_prompt(served, body, request.headers, inline_bytes)
-        plan = _plan(served, body, [prompt], started_s)
-        return await self._answer(request, body, plan, [prompt])
+        return _plan(served, body, [prompt], started_s), prompt
 
     async def complete(self, request: HttpRequest) -> ASGIApp:
         """Answer /v1/completions, one or many prompts."""
@@ -102,12 +137,7 @@ class CompletionService:
         self, request: HttpRequest, body: GenerationBody, plan: Plan, prompts: list[Prompt]
     ) -> ASGIApp:
         metrics = self._metrics.of(plan.model)
-        requests = [self._generate_request(plan, body, prompt, request.auth) for prompt in prompts]
-        try:
-            job = await self._dispatcher.submit(requests, streaming=bool(body.stream))
-        except GatewayError as error:
-            metrics.failed(error.code or "unknown")
-            raise
+        job = await self._submit(request, body, plan, prompts, streaming=bool(body.stream))
         if body.stream:
             blocks = stream(job, plan, metrics, self._settings.ping_interval_s)
             return EventStream(job, blocks)
@@ -115,6 +145,22 @@ class CompletionService:
             job.watch(request.receive)
             answer = await collect(job, plan, metrics)
         return ASGIResponse(body=answer, media_type="application/json")
+
+    async def _submit(
+        self,
+        request: HttpRequest,
+        body: GenerationBody,
+        plan: Plan,
+        prompts: list[Prompt],
+        *,
+        streaming: bool,
+    ) -> Job:
+        requests = [self._generate_request(plan, body, prompt, request.auth) for prompt in prompts]
+        try:
+            return await self._dispatcher.submit(requests, streaming=streaming)
+        except GatewayError as error:
+            self._metrics.of(plan.model).failed(error.code or "unknown")
+            raise
 
     def _generate_request(
         self, plan: Plan, body: GenerationBody, prompt: Prompt, principal: Principal
