@@ -127,6 +127,16 @@ FAMILIES = (
     Family("gpt-2", "gpt2", {"n_embd": 64, "n_head": 4, "n_layer": 2, "n_positions": 256}),
 )
 
+OTHER_KINDS = (
+    # Mamba beside attention, first as layers of their own, then in one layer; short convolutions.
+    Family("jamba", "jamba", {"attn_layer_period": 2, "attn_layer_offset": 1}),
+    Family("falcon-h1", "falcon_h1"),
+    Family("lfm-2", "lfm2", {"layer_types": ["conv", "full_attention"]}),
+)
+"""With layers that keep a state beside keys and values: no model of these can be served."""
+OWN_ATTENTION = Family("bloom", "bloom", {"n_head": 4, "n_layer": 2})
+"""It does not go through transformers' interface."""
+
 
 def write_family(family: Family, path: Path) -> None:
     """Configuration, weights and a tokenizer in the folder `path`; the same at every call."""

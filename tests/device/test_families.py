@@ -1,5 +1,6 @@
 """Protects that models run unmodified: every family of `tests.device.families` gives the tokens of
-transformers, in float32, with prefix hits, chunked prefill and preemption forced on.
+transformers, in float32, with prefix hits, chunked prefill and preemption forced on; a model that the
+cache has no place for is refused.
 
 Their weights are random; `test_engine.py` asks the same of a real model.
 """
@@ -11,13 +12,22 @@ import torch
 
 from models.loader import LoadOptions, load_model
 from tests.device.driving import ask_one, engine_config, fresh_engine
-from tests.device.families import FAMILIES, VOCAB, WINDOW, Family, write_family
+from tests.device.families import (
+    FAMILIES,
+    OTHER_KINDS,
+    OWN_ATTENTION,
+    VOCAB,
+    WINDOW,
+    Family,
+    write_family,
+)
 from tests.device.forced import ask_forced
 from tests.device.reference import Generated, Reference
 from torchtpu.buckets import BucketLadder, PrefillShape
 from torchtpu.device import Device
 from workers.engine.build import build_engine
 from workers.engine.engine import EngineParts
+from workers.errors import HopelessLoadError
 
 CONTEXT_LEN = 64
 MAX_TOKENS = 20
@@ -78,3 +88,20 @@ def test_a_family_gives_the_tokens_of_transformers(
     assert first.usage.cached_tokens == 0
     assert second.usage.cached_tokens > WINDOW
     assert first.tokens == second.tokens
+
+
+@pytest.mark.parametrize(
+    ("family", "words"),
+    [
+        *((family, "something other than keys and values") for family in OTHER_KINDS),
+        (OWN_ATTENTION, "no attention that another could take the place of"),
+    ],
+    ids=[family.name for family in (*OTHER_KINDS, OWN_ATTENTION)],
+)
+def test_layers_that_are_no_attention_are_refused_with_one_sentence(
+    family: Family, words: str, tpu_device: Device, tmp_path: Path
+):
+    write_family(family, tmp_path)
+    with pytest.raises(HopelessLoadError, match=f"cannot be served: .* {words}") as caught:
+        build(tmp_path)
+    assert "\n" not in str(caught.value)

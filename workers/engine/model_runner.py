@@ -27,6 +27,7 @@ from workers.engine.logprobs import StepLogprobs
 from workers.engine.outputs import StepPlan, StepResults
 from workers.engine.sampler import Sampler, SamplerConfig
 from workers.engine.step_weights import StepWeights, plain_weights, tpu_weights
+from workers.errors import HopelessLoadError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -272,7 +273,11 @@ def _step_tensors(
 
 
 def discover_cache_shapes(model: "PreTrainedModel") -> list[CacheShape]:
-    """The cache of every layer, seen by running the model once without computing anything."""
+    """The cache of every layer, seen by running the model once without computing anything.
+
+    Raises `HopelessLoadError` for a model with a layer that is more, or other, than attention.
+    """
+    num_layers = _count_layers(model)
     shapes: dict[int, CacheShape] = {}
 
     def record(
@@ -295,4 +300,27 @@ def discover_cache_shapes(model: "PreTrainedModel") -> list[CacheShape]:
         tokens = torch.zeros(1, 2, dtype=torch.long, device=model.device)
         positions = torch.arange(2, device=model.device)[None]
         model(input_ids=tokens, position_ids=positions, attention_mask=None, use_cache=False)
-    return [shapes[index] for index in sorted(shapes)]
+    if others := [index for index in range(num_layers) if index not in shapes]:
+        raise HopelessLoadError(
+            f"{type(model).__name__} cannot be served: {len(others)} of its {num_layers} layers, "
+            f"such as layer {others[0]}, have no attention that another could take the place of"
+        )
+    return [shapes[index] for index in range(num_layers)]
+
+
+def _count_layers(model: "PreTrainedModel") -> int:
+    """By the cache that transformers would give the model, which must be of keys and values alone.
+
+    A recurrent layer's state has no place in blocks, and would be wrong in silence where attention
+    stands beside it.
+    """
+    from transformers import cache_utils
+
+    layers = cache_utils.DynamicCache(config=model.config).layers
+    served = cache_utils.DynamicLayer, cache_utils.DynamicSlidingWindowLayer, cache_utils.DummyLayer
+    if others := [index for index, layer in enumerate(layers) if type(layer) not in served]:
+        raise HopelessLoadError(
+            f"{type(model).__name__} cannot be served: {len(others)} of its {len(layers)} layers, "
+            f"such as layer {others[0]}, keep something other than keys and values of attention"
+        )
+    return len(layers)
