@@ -17,15 +17,15 @@ import uvloop
 from litestar import Litestar, Request, Response
 from litestar.di import Provide
 from litestar.exceptions import HTTPException, SerializationException
-from litestar.openapi import OpenAPIConfig
 from litestar.types import ExceptionHandlersMap, Message, Scope
 
 from gateway.db.engine import Database
 from gateway.dispatch import Dispatcher
 from gateway.domain.accounts.controllers import KeyController
 from gateway.domain.accounts.services import AccountService
-from gateway.domain.openai.controllers import OpenAIController
+from gateway.domain.openai.controllers import OpenAIController, TokenController
 from gateway.domain.openai.services import CompletionService
+from gateway.domain.openai.tokenization import TokenizationService
 from gateway.domain.system.controllers import SystemController
 from gateway.domain.system.services import Metrics
 from gateway.errors import (
@@ -38,6 +38,7 @@ from gateway.errors import (
     StartupError,
     error_response,
 )
+from gateway.openapi.document import openapi_config
 from gateway.settings import GatewaySettings
 
 logger = logging.getLogger(__name__)
@@ -56,6 +57,7 @@ def create_app(settings: GatewaySettings) -> Litestar:
     dispatcher = Dispatcher(settings)
     metrics = Metrics(dispatcher)
     completions = CompletionService(settings, dispatcher, metrics)
+    tokenization = TokenizationService(settings, dispatcher)
 
     @asynccontextmanager
     async def lifespan(_: Litestar) -> AsyncIterator[None]:
@@ -68,18 +70,19 @@ def create_app(settings: GatewaySettings) -> Litestar:
             await database.close()
 
     app = Litestar(
-        route_handlers=[OpenAIController, KeyController, SystemController],
+        route_handlers=[OpenAIController, TokenController, KeyController, SystemController],
         lifespan=[lifespan],
         dependencies={
             "accounts": Provide(lambda: accounts, sync_to_thread=False),
             "completions": Provide(lambda: completions, sync_to_thread=False),
             "dispatcher": Provide(lambda: dispatcher, sync_to_thread=False),
             "metrics": Provide(lambda: metrics, sync_to_thread=False),
+            "tokenization": Provide(lambda: tokenization, sync_to_thread=False),
         },
         exception_handlers=_exception_handlers(),
         before_send=[_add_request_id],
         request_max_body_size=settings.max_body_bytes,
-        openapi_config=OpenAPIConfig(title="tpugate", version="1", path="/schema"),
+        openapi_config=openapi_config(),
         logging_config=None,
     )
     app.state["accounts"] = accounts

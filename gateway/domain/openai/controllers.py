@@ -1,14 +1,10 @@
 """OpenAI's routes. Bodies are parsed by the service, so that errors are OpenAI's and not a framework's."""
 
-from dataclasses import dataclass
-from typing import Any
-
 from litestar import Controller, get, post
-from litestar.openapi.spec import OpenAPIMediaType, Operation, RequestBody
 from litestar.types import ASGIApp
-from pydantic import BaseModel
 
 from gateway.domain.accounts.guards import requires_key
+from gateway.domain.openai.answer_schemas import ChatCompletion, Completion
 from gateway.domain.openai.schemas import (
     ChatCompletionRequest,
     CompletionRequest,
@@ -16,37 +12,24 @@ from gateway.domain.openai.schemas import (
     ModelList,
 )
 from gateway.domain.openai.services import CompletionService, HttpRequest
+from gateway.domain.openai.tokenization import (
+    DetokenizeRequest,
+    DetokenizeResponse,
+    TokenizationService,
+    TokenizeRequest,
+    TokenizeResponse,
+)
+from gateway.openapi.operations import (
+    BODY_ERRORS,
+    GENERATION_ERRORS,
+    READ_ERRORS,
+    Errors,
+    operation,
+)
 
-
-def _body_of(kind: type[BaseModel]) -> RequestBody:
-    """The schema with its definitions in place: the framework's registry takes no foreign ones."""
-    schema = kind.model_json_schema()
-    inlined = _inline(schema, schema.pop("$defs", {}))
-    return RequestBody(
-        content={"application/json": OpenAPIMediaType(schema=inlined)}, required=True
-    )
-
-
-def _inline(node: Any, definitions: dict[str, Any]) -> Any:  # noqa: ANN401
-    if isinstance(node, list):
-        return [_inline(item, definitions) for item in node]
-    if not isinstance(node, dict):
-        return node
-    if "$ref" in node:
-        return _inline(definitions[node["$ref"].rsplit("/", 1)[1]], definitions)
-    return {name: _inline(item, definitions) for name, item in node.items()}
-
-
-@dataclass
-class _ChatOperation(Operation):
-    def __post_init__(self) -> None:
-        self.request_body = _body_of(ChatCompletionRequest)
-
-
-@dataclass
-class _CompletionOperation(Operation):
-    def __post_init__(self) -> None:
-        self.request_body = _body_of(CompletionRequest)
+_MODEL_ERRORS = Errors(READ_ERRORS.statuses | {404})
+_MODEL = "smollm2-135m-instruct"
+_MESSAGES = [{"role": "user", "content": "What is the capital of France?"}]
 
 
 class OpenAIController(Controller):
@@ -57,7 +40,13 @@ class OpenAIController(Controller):
     @post(
         "/chat/completions",
         status_code=200,
-        operation_class=_ChatOperation,
+        operation_class=operation(
+            ChatCompletionRequest,
+            ChatCompletion,
+            streams=True,
+            errors=GENERATION_ERRORS,
+            example={"model": _MODEL, "messages": _MESSAGES, "temperature": 0, "max_tokens": 32},
+        ),
         summary="Answer a conversation; JSON, or server-sent events with stream: true",
     )
     async def create_chat_completion(
@@ -68,7 +57,13 @@ class OpenAIController(Controller):
     @post(
         "/completions",
         status_code=200,
-        operation_class=_CompletionOperation,
+        operation_class=operation(
+            CompletionRequest,
+            Completion,
+            streams=True,
+            errors=GENERATION_ERRORS,
+            example={"model": _MODEL, "prompt": "Once upon a time", "max_tokens": 32},
+        ),
         summary="Continue one or more texts",
     )
     async def create_completion(
@@ -76,10 +71,57 @@ class OpenAIController(Controller):
     ) -> ASGIApp:
         return await completions.complete(request)
 
-    @get("/models", summary="All models")
+    @get(
+        "/models",
+        summary="All models",
+        operation_class=operation(None, ModelList, errors=READ_ERRORS),
+    )
     async def list_models(self, completions: CompletionService) -> ModelList:
         return ModelList(data=completions.models())
 
-    @get("/models/{model_id:path}", summary="One model")
+    @get(
+        "/models/{model_id:path}",
+        summary="One model",
+        operation_class=operation(None, ModelInfo, errors=_MODEL_ERRORS),
+    )
     async def get_model(self, model_id: str, completions: CompletionService) -> ModelInfo:
         return completions.model(model_id.lstrip("/"))
+
+
+class TokenController(Controller):
+    """At vLLM's paths, which have no version."""
+
+    tags = ["tokens"]
+    guards = [requires_key]
+
+    @post(
+        "/tokenize",
+        status_code=200,
+        operation_class=operation(
+            TokenizeRequest,
+            TokenizeResponse,
+            errors=BODY_ERRORS,
+            example={"model": _MODEL, "messages": _MESSAGES, "return_token_strs": True},
+        ),
+        summary="Token ids of a text or of a chat",
+    )
+    async def tokenize(
+        self, request: HttpRequest, tokenization: TokenizationService
+    ) -> TokenizeResponse:
+        return await tokenization.tokenize(request)
+
+    @post(
+        "/detokenize",
+        status_code=200,
+        operation_class=operation(
+            DetokenizeRequest,
+            DetokenizeResponse,
+            errors=BODY_ERRORS,
+            example={"model": _MODEL, "tokens": [19, 198, 30]},
+        ),
+        summary="The text of token ids",
+    )
+    async def detokenize(
+        self, request: HttpRequest, tokenization: TokenizationService
+    ) -> DetokenizeResponse:
+        return await tokenization.detokenize(request)

@@ -1,0 +1,104 @@
+"""Shapes of the answers, for the OpenAPI document alone: answers are written by hand (answers.py, sse.py)."""
+
+from typing import Any, Literal
+
+from pydantic import BaseModel, Field
+
+
+class PromptTokensDetails(BaseModel):
+    cached_tokens: int
+
+
+class CompletionTokensDetails(BaseModel):
+    reasoning_tokens: int
+
+
+class UsageFields(BaseModel):
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
+    completion_tokens_details: CompletionTokensDetails
+
+
+class ScoredToken(BaseModel):
+    token: str
+    logprob: float
+    bytes: list[int] | None
+
+
+class ChatToken(ScoredToken):
+    top_logprobs: list[ScoredToken]
+
+
+class ChatLogprobs(BaseModel):
+    content: list[ChatToken] | None
+    refusal: list[ChatToken] | None
+
+
+class CalledFunction(BaseModel):
+    name: str
+    arguments: str
+    """The text of a JSON object."""
+
+
+class MessageToolCall(BaseModel):
+    id: str
+    type: Literal["function"]
+    function: CalledFunction
+
+
+class AnswerMessage(BaseModel):
+    role: Literal["assistant"]
+    content: str | None
+    refusal: str | None
+    reasoning: str | None = None
+    reasoning_content: str | None = None
+    """The same as `reasoning`, by the name that other clients read."""
+    tool_calls: list[MessageToolCall] = Field(default=[])
+
+
+class ChatChoice(BaseModel):
+    index: int
+    message: AnswerMessage
+    logprobs: ChatLogprobs | None
+    finish_reason: Literal["stop", "length", "tool_calls"]
+
+
+class ChatCompletion(BaseModel):
+    id: str
+    object: Literal["chat.completion"]
+    created: int
+    """Unix time, seconds."""
+    model: str
+    system_fingerprint: str | None
+    choices: list[ChatChoice]
+    usage: UsageFields
+    prompt_logprobs: list[dict[str, Any] | None] = Field(default=[])
+    """Only if asked for."""
+
+
+class TextLogprobsFields(BaseModel):
+    tokens: list[str]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None]
+    text_offset: list[int]
+
+
+class TextChoice(BaseModel):
+    index: int
+    text: str
+    logprobs: TextLogprobsFields | None
+    finish_reason: Literal["stop", "length"]
+    prompt_logprobs: list[dict[str, Any] | None] = Field(default=[])
+    """Only if asked for."""
+
+
+class Completion(BaseModel):
+    id: str
+    object: Literal["text_completion"]
+    created: int
+    model: str
+    system_fingerprint: str | None
+    choices: list[TextChoice]
+    usage: UsageFields
