@@ -2,8 +2,6 @@
 
 import asyncio
 import logging
-import re
-import secrets
 import signal
 import socket
 import sys
@@ -19,6 +17,7 @@ from litestar.di import Provide
 from litestar.exceptions import HTTPException, SerializationException
 from litestar.types import ExceptionHandlersMap, Message, Scope
 
+from gateway.connections import Limits, keep_honest, protocol_of
 from gateway.db.engine import Database
 from gateway.dispatch import Dispatcher
 from gateway.domain.accounts.controllers import KeyController
@@ -39,13 +38,13 @@ from gateway.errors import (
     error_response,
 )
 from gateway.openapi.document import openapi_config
+from gateway.request_ids import log_failure, request_id
 from gateway.settings import GatewaySettings
 
 logger = logging.getLogger(__name__)
 
-_CLEAN_ID = re.compile(rb"[\x21-\x7e]{1,128}")
-_ID_STATE = "tpugate_request_id"
 _KEEP_ALIVE_S = 75
+_CLIENTS_AFFAIR = ("Invalid HTTP request", "upgrade request", "WebSocket library")
 _CUT_AFTER_S = 5
 """What answers that were told to end may take to say so."""
 
@@ -98,8 +97,10 @@ def _exception_handlers() -> ExceptionHandlersMap:
     }
 
 
-def _handle_gateway_error(_: Request[Any, Any, Any], error: GatewayError) -> Response[bytes]:
+def _handle_gateway_error(request: Request[Any, Any, Any], error: GatewayError) -> Response[bytes]:
     answer = error_response(error)
+    if answer.status >= 500:
+        log_failure(request.scope, error)
     return Response(
         answer.body,
         status_code=answer.status,
@@ -121,6 +122,7 @@ def _handle_http_exception(
         mapped = BodyTooLargeError(f"The body is larger than this server takes ({limit} bytes).")
     elif status >= 500:
         mapped = ServerError("The server failed on this request.")
+        mapped.__cause__ = error
     else:
         mapped = _from_framework(error)
     answer = _handle_gateway_error(request, mapped)
@@ -144,24 +146,14 @@ def _from_framework(error: HTTPException) -> BadRequestError:
 
 
 def _handle_unexpected(request: Request[Any, Any, Any], error: Exception) -> Response[bytes]:
-    request_id = _request_id(request.scope).decode()
-    logger.error("request %s to %s failed", request_id, request.url.path, exc_info=error)
-    return _handle_gateway_error(request, ServerError("The server failed on this request."))
+    failure = ServerError("The server failed on this request.")
+    failure.__cause__ = error
+    return _handle_gateway_error(request, failure)
 
 
 async def _add_request_id(message: Message, scope: Scope) -> None:
     if message["type"] == "http.response.start":
-        message["headers"] = [*message["headers"], (b"x-request-id", _request_id(scope))]
-
-
-def _request_id(scope: Scope) -> bytes:
-    """The client's x-request-id if it is clean, else one of ours; the answer's header and the log agree on it."""
-    state = scope["state"]
-    if _ID_STATE not in state:
-        given = next((value for name, value in scope["headers"] if name == b"x-request-id"), b"")
-        clean = _CLEAN_ID.fullmatch(given) is not None
-        state[_ID_STATE] = given if clean else b"req_" + secrets.token_hex(16).encode()
-    return cast(bytes, state[_ID_STATE])
+        message["headers"] = [*message["headers"], (b"x-request-id", request_id(scope))]
 
 
 class _Server(uvicorn.Server):
@@ -202,13 +194,14 @@ class _Server(uvicorn.Server):
 async def serve(settings: GatewaySettings) -> None:
     """Serve until SIGINT or SIGTERM. Raises `StartupError` (`PortTakenError` …) before anything listens."""
     listener = _listen(settings.host, settings.port)
+    keep_honest(listener, settings.stalled_timeout_s)
     with listener:
         await _check_data_folder(settings)
         app = create_app(settings)
         config = uvicorn.Config(
             app,
             loop="uvloop",
-            http="httptools",
+            http=protocol_of(Limits(settings.body_timeout_s, settings.stalled_timeout_s)),
             ws="none",
             lifespan="on",
             log_config=None,
@@ -253,8 +246,8 @@ def _listen(host: str, port: int) -> socket.socket:
 
 
 def _is_worth_logging(record: logging.LogRecord) -> bool:
-    """Anybody can ask for an upgrade; that it is not done needs no warning, nor advice to install something."""
-    return "upgrade request" not in record.msg and "WebSocket library" not in record.msg
+    """Anybody can send nonsense or ask for an upgrade, as often as they like: no reason for a warning."""
+    return not any(words in record.msg for words in _CLIENTS_AFFAIR)
 
 
 def run(settings: GatewaySettings) -> None:

@@ -10,9 +10,14 @@ GatewayError                      carries HTTP status, type, code, param
 ├── ForbiddenError           403  the key may not do this
 ├── NotFoundError            404
 │   └── UnknownModelError    404  code model_not_found
+├── BodyTimeoutError         408  the request did not arrive in time
 ├── BodyTooLargeError        413
+├── EncodedBodyError         415  the body is compressed
+├── IdempotencyError         422  the key was used for another body
+├── HeadTooLargeError        431
 ├── ClientGoneError          499  nobody is left to read the answer
 ├── QueueFullError           429  with Retry-After
+│   └── KeyBusyError         429  this API key has as many requests as it may
 ├── ServerError              500
 │   ├── EngineError          500  the model failed on this request
 │   └── AnswerLostError      500  the worker died after part of the answer was sent
@@ -101,6 +106,24 @@ class BodyTooLargeError(GatewayError):
     code = "request_too_large"
 
 
+class EncodedBodyError(GatewayError):
+    status = 415
+    type = "invalid_request_error"
+    code = "unsupported_content_encoding"
+
+
+class IdempotencyError(GatewayError):
+    status = 422
+    type = "invalid_request_error"
+    code = "idempotency_key_reused"
+
+
+class HeadTooLargeError(GatewayError):
+    status = 431
+    type = "invalid_request_error"
+    code = "head_too_large"
+
+
 class ClientGoneError(GatewayError):
     status = 499
     type = "invalid_request_error"
@@ -111,6 +134,10 @@ class QueueFullError(GatewayError):
     status = 429
     type = "rate_limit_error"
     code = "rate_limit_exceeded"
+
+
+class KeyBusyError(QueueFullError):
+    pass
 
 
 class ServerError(GatewayError):

@@ -33,7 +33,9 @@ class GatewaySettings(BaseModel):
     """Sets the admin's API key; None makes one at first start."""
     max_body_bytes: int = Field(default=4 * 1024 * 1024, ge=1024)
     body_timeout_s: float = Field(default=30.0, gt=0)
-    """How long a client may take to send a body."""
+    """How long a client may take to send a request's head, and its body."""
+    stalled_timeout_s: float = Field(default=60.0, gt=0)
+    """How long a client may leave an answer unread before it is given up."""
     queue_limit: int = Field(default=512, ge=1)
     """Requests of one model that may be queued or running; one more gets 429."""
     request_timeout_s: float = Field(default=600.0, gt=0)

@@ -4,7 +4,6 @@ Every token of every stream passes here, so only what it needs: the constant par
 a request, and a chunk is a join of bytes with one JSON string encoded in between.
 """
 
-import logging
 from collections.abc import AsyncGenerator, Callable
 from contextlib import AbstractContextManager, aclosing
 from typing import Protocol
@@ -13,9 +12,8 @@ import msgspec
 from litestar.types import Receive, Scope, Send
 
 from gateway.errors import ClientGoneError, GatewayError, ServerError, error_body
+from gateway.request_ids import log_failure
 from workers.protocol import Usage
-
-logger = logging.getLogger(__name__)
 
 PING = b": ping\n\n"
 DONE = b"data: [DONE]\n\n"
@@ -135,18 +133,21 @@ class EventStream:
             self._guard.watch(receive)
             await send({"type": "http.response.start", "status": 200, "headers": list(_HEADERS)})
             async with aclosing(self._blocks):
-                last = await self._send_blocks(send)
+                last = await self._send_blocks(scope, send)
             await send({"type": "http.response.body", "body": last, "more_body": False})
 
-    async def _send_blocks(self, send: Send) -> bytes:
+    async def _send_blocks(self, scope: Scope, send: Send) -> bytes:
         try:
             async for block in self._blocks:
                 await send({"type": "http.response.body", "body": block, "more_body": True})
         except ClientGoneError:
             pass
         except GatewayError as error:
+            log_failure(scope, error)
             return self._on_error(error)
-        except Exception:  # noqa: BLE001  the ASGI error handler of answers that have begun
-            logger.exception("a stream failed")
-            return self._on_error(ServerError("The server failed on this request."))
+        except Exception as error:  # noqa: BLE001  the ASGI error handler of answers that have begun
+            failure = ServerError("The server failed on this request.")
+            failure.__cause__ = error
+            log_failure(scope, failure)
+            return self._on_error(failure)
         return b""
