@@ -224,8 +224,14 @@ def test_a_step_writes_its_own_slots_and_the_trash_only(
     ("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 1e-2)], ids=str
 )
 @pytest.mark.parametrize(
-    ("heads", "kv_heads", "dim", "value_dim"),
-    [(9, 3, 64, 64), (4, 4, 16, 128), (10, 2, 80, 80), (8, 1, 256, 40), (2, 1, 7, 5)],
+    ("heads", "kv_heads", "dim", "value_dim", "window"),
+    [
+        (9, 3, 64, 64, 0),
+        (4, 4, 16, 128, 20),
+        (10, 2, 80, 80, 0),
+        (8, 1, 256, 40, 33),
+        (2, 1, 7, 5, 0),
+    ],
 )
 def test_the_kernel_takes_heads_of_any_size_and_number(  # noqa: PLR0913 -- fixtures and sizes
     compiled: Callable[..., Program],
@@ -233,14 +239,18 @@ def test_the_kernel_takes_heads_of_any_size_and_number(  # noqa: PLR0913 -- fixt
     kv_heads: int,
     dim: int,
     value_dim: int,
+    window: int,
     dtype: torch.dtype,
     tolerance: float,
 ):
-    """Five tokens of one sequence in blocks of 16, one of them where a block begins."""
+    """Tokens of one sequence in blocks of 16, far apart and in a row, then one of another sequence and its padding."""
     generator = torch.Generator().manual_seed(3)
-    table = [5, 2, 7, 1, 6, 3]
-    order = torch.tensor([table[p // 16] * 16 + p % 16 for p in range(96)])
-    positions = torch.tensor([0, 15, 16, 50, 95])
+    tables = [[5, 2, 7, 1, 6, 3], [4, 0, 0, 0, 0, 0]]
+    order = torch.tensor([[table[p // 16] * 16 + p % 16 for p in range(96)] for table in tables])
+    positions = torch.tensor([0, 15, 16, 50, *range(60, 96), 9, 0, 0])
+    token_tables = torch.tensor([0] * 40 + [1] * 3)
+    slots = order[token_tables, positions]
+    slots[41:] = 0
     num_slots, num_tokens = 8 * 16, len(positions)
     shapes = [
         (num_tokens, heads, dim),
@@ -250,17 +260,18 @@ def test_the_kernel_takes_heads_of_any_size_and_number(  # noqa: PLR0913 -- fixt
         (kv_heads * num_slots, value_dim),
     ]
     tensors = [torch.randn(shape, generator=generator).to(dtype) for shape in shapes]
-    where = [order[positions], positions, torch.tensor([table]), torch.zeros(num_tokens)]
-    numbers = [torch.full((heads,), -torch.inf), torch.tensor([16.0, dim**-0.5, 0.0, 0.0])]
+    where = [slots, positions, torch.tensor(tables), token_tables]
+    numbers = [torch.full((heads,), -torch.inf), torch.tensor([16.0, dim**-0.5, 0.0, window])]
     inputs = [*tensors, *(index.int() for index in where), *numbers]
     out, *caches = compiled(kernel_alone, inputs, donated=(3, 4))(inputs)
     keys, values = (c.float().view(kv_heads, num_slots, -1).transpose(0, 1) for c in caches)
-    assert torch.equal(keys[order[positions]], tensors[1].float())
+    assert torch.equal(keys[slots[:41]], tensors[1][:41].float())
     for index, position in enumerate(positions.tolist()):
-        seen = [
-            c[order[: position + 1]].repeat_interleave(heads // kv_heads, 1) for c in (keys, values)
-        ]
+        places = order[token_tables[index], : position + 1]
+        seen = [c[places].repeat_interleave(heads // kv_heads, 1) for c in (keys, values)]
         scores = torch.einsum("hd,khd->hk", tensors[0][index].float(), seen[0]) * dim**-0.5
+        if window:
+            scores[:, : max(0, position + 1 - window)] = -torch.inf
         expected = torch.einsum("hk,khd->hd", scores.softmax(-1), seen[1])
         torch.testing.assert_close(out[index].float(), expected, rtol=tolerance, atol=tolerance)
 

@@ -9,8 +9,9 @@
  *   options [4]         float32: block length, scale, soft cap (0 is off), window in tokens (0 is off)
  *
  * The function behind the torch operation of the same name, see torchtpu/ops/native_attention.py. Scores, softmax and
- * sums are float32. All writes come before all reads, so tokens of one call see each other. The work, one item for a
- * token and a key head, is shared with XLA's own threads. */
+ * sums are float32. All writes come before all reads, so tokens of one call see each other. Neighbouring tokens of one
+ * sequence, a run, share one pass over keys and values. The work, one item for a run and a key head, is shared with XLA's
+ * own threads. */
 #include <math.h>
 #include <stdatomic.h>
 #include <stdlib.h>
@@ -21,6 +22,9 @@
 #define LANES 16
 #define GROUP 4 /* query heads that share one pass over keys and values */
 #define CHUNK 4 /* vectors of a value that are summed in registers */
+#define RUN 16  /* tokens of a sequence that share one pass, at most */
+#define TILE 32 /* keys that a pass takes at a time, two vectors */
+#define STRIP 8 /* rows of scores that are summed in registers */
 #define INLINE static inline __attribute__((always_inline))
 
 typedef float Lanes __attribute__((vector_size(64), aligned(4)));
@@ -39,6 +43,7 @@ typedef struct {
   int type;
   const FfiApi *api;
   FfiFuture *future; /* NULL when one thread does it all */
+  int32_t *runs; /* the first token of each run, and the end */
   int64_t num_items;
   float *scratch; /* scratch_len for each thread */
   int64_t scratch_len;
@@ -107,7 +112,7 @@ INLINE Lanes exp_lanes(Lanes x) {
   return (Lanes)((Ints)p + (power << 23));
 }
 
-/* ---- One token, up to GROUP query heads of one key head ---- */
+/* ---- One token: up to GROUP query heads of one key head ---- */
 
 typedef struct {
   int64_t first, last; /* positions it sees */
@@ -115,6 +120,13 @@ typedef struct {
   int64_t stride;      /* of the scores of one head, a multiple of LANES */
   const int32_t *table;
 } Span;
+
+INLINE Span span_of(const Job *job, int64_t token) {
+  Span span = {.last = job->positions[token], .table = job->tables + job->token_tables[token] * job->table_len};
+  if (job->window > 0 && span.last >= job->window) span.first = span.last + 1 - job->window;
+  span.base = span.first / job->block_len * job->block_len;
+  return span;
+}
 
 INLINE const char *block_at(const Job *job, const Span *span, int64_t position, int64_t kv_head, const char *cache,
                             int64_t row) {
@@ -148,15 +160,29 @@ INLINE void score_block(const Job *job, const float *q, int n, const char *block
   }
 }
 
+INLINE float larger(float a, float b) { return a > b ? a : b; }
+
+INLINE float largest_of(const float *scores, int64_t count) {
+  Lanes most = *(const Lanes *)scores;
+  for (int64_t j = LANES; j < count; j += LANES) {
+    const Lanes other = *(const Lanes *)(scores + j);
+    const Ints is_more = other > most;
+    most = (Lanes)(((Ints)other & is_more) | ((Ints)most & ~is_more));
+  }
+  float largest = most[0];
+  for (int i = 1; i < LANES; i++) largest = larger(largest, most[i]);
+  return largest;
+}
+
 /* Scores to weights e^(score - largest), 0 outside first … last; gives 1 / their sum, the sink's share in it. */
 INLINE float soften(const Job *job, const Span *span, float *scores, float sink) {
   const int64_t before = span->first - span->base, count = span->last + 1 - span->base;
-  float largest = sink;
   if (job->softcap > 0)
     for (int64_t j = before; j < count; j++) scores[j] = job->softcap * tanhf(scores[j] / job->softcap);
-  for (int64_t j = before; j < count; j++) largest = scores[j] > largest ? scores[j] : largest;
-  for (int64_t j = 0; j < before; j++) scores[j] = largest;
-  for (int64_t j = count; j < span->stride; j++) scores[j] = largest;
+  /* Whole vectors: what is outside is no larger than what is inside, and gets no weight below. */
+  for (int64_t j = 0; j < before; j++) scores[j] = scores[before];
+  for (int64_t j = count; j < span->stride; j++) scores[j] = scores[before];
+  const float largest = larger(sink, largest_of(scores, span->stride));
   for (int64_t j = 0; j < span->stride; j += LANES)
     *(Lanes *)(scores + j) = exp_lanes(*(const Lanes *)(scores + j) - largest);
   for (int64_t j = 0; j < before; j++) scores[j] = 0;
@@ -206,9 +232,7 @@ static void blend_one(const Job *job, const Span *span, const float *weights, co
 INLINE void attend(const Job *job, int64_t token, int64_t kv_head, int64_t head, int n, float *scratch, int type) {
   const int64_t dim = job->dim, block_len = job->block_len, row = dim * width(type);
   const int64_t value_row = job->value_dim * width(type);
-  Span span = {.last = job->positions[token], .table = job->tables + job->token_tables[token] * job->table_len};
-  if (job->window > 0 && span.last >= job->window) span.first = span.last + 1 - job->window;
-  span.base = span.first / block_len * block_len;
+  Span span = span_of(job, token);
   span.stride = (span.last + LANES - span.base) / LANES * LANES;
   float *q = scratch, *scores = scratch + GROUP * dim, norms[GROUP];
   const char *query = job->query + (token * job->heads + head) * row;
@@ -234,21 +258,220 @@ INLINE void attend(const Job *job, int64_t token, int64_t kv_head, int64_t head,
   for (; c < job->value_dim; c++) blend_one(job, &span, scores, norms, n, kv_head, c, out, type);
 }
 
+/* ---- A run of tokens ----
+ *
+ * The query heads of all its tokens are the rows of a matrix. Per tile of keys: scores = rows · keysᵀ with a key in each
+ * lane, so nothing is summed across lanes; then weights, row by row, each over what its own token sees; then the sum of
+ * values per tile. A key that one row does not see is seen by another: nothing foreign is ever read. */
+
+typedef struct {
+  Span span; /* what any of the tokens sees; its stride is a multiple of TILE */
+  int64_t first_token, num_tokens, kv_head, head, num_heads;
+  int64_t num_rows;   /* num_tokens · num_heads, rounded up to STRIP */
+  int64_t value_wide; /* value_dim, rounded up to LANES */
+  float *q, *scores, *tile, *sums, *norms;
+} Run;
+
+static int64_t round_up(int64_t n, int64_t unit) { return (n + unit - 1) / unit * unit; }
+
+/* Floats that attend_run needs for n query heads of a key head. */
+static int64_t run_scratch_len(const Job *job, int n) {
+  const int64_t rows = round_up(RUN * n, STRIP), value_wide = round_up(job->value_dim, LANES);
+  const int64_t wide = job->dim > value_wide ? job->dim : value_wide;
+  return rows * (job->dim + (job->table_len + 1) * job->block_len + TILE + value_wide + 1) + TILE * wide;
+}
+
+#ifdef __clang__
+#define SHUFFLE(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
+#else
+#define SHUFFLE(a, b, ...) __builtin_shuffle(a, b, (Ints){__VA_ARGS__})
+#endif
+/* Exchanges the off-diagonal halves of all 2n × 2n squares: after n = 8, 4, 2, 1 the matrix is transposed. */
+#define EXCHANGE(rows, n, LOW, HIGH)                                  \
+  for (int i = 0; i < LANES; i++)                                     \
+    if (!(i & n)) {                                                   \
+      const Lanes low = SHUFFLE(rows[i], rows[i + n], LOW);           \
+      rows[i + n] = SHUFFLE(rows[i], rows[i + n], HIGH);              \
+      rows[i] = low;                                                  \
+    }
+#define LOW8 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23
+#define HIGH8 8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31
+#define LOW4 0, 1, 2, 3, 16, 17, 18, 19, 8, 9, 10, 11, 24, 25, 26, 27
+#define HIGH4 4, 5, 6, 7, 20, 21, 22, 23, 12, 13, 14, 15, 28, 29, 30, 31
+#define LOW2 0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29
+#define HIGH2 2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14, 15, 30, 31
+#define LOW1 0, 16, 2, 18, 4, 20, 6, 22, 8, 24, 10, 26, 12, 28, 14, 30
+#define HIGH1 1, 17, 3, 19, 5, 21, 7, 23, 9, 25, 11, 27, 13, 29, 15, 31
+
+/* The keys of a tile, dimension by dimension: tile [dim, TILE]. */
+INLINE void take_keys(const Job *job, const char *const *keys, float *tile, int type) {
+  const int64_t dim = job->dim, whole = dim / LANES * LANES;
+  for (int j = 0; j < TILE; j += LANES)
+    for (int64_t c = 0; c < whole; c += LANES) {
+      Lanes rows[LANES];
+      for (int i = 0; i < LANES; i++) rows[i] = load(keys[j + i] + c * width(type), type);
+      EXCHANGE(rows, 8, LOW8, HIGH8)
+      EXCHANGE(rows, 4, LOW4, HIGH4)
+      EXCHANGE(rows, 2, LOW2, HIGH2)
+      EXCHANGE(rows, 1, LOW1, HIGH1)
+      for (int i = 0; i < LANES; i++) *(Lanes *)(tile + (c + i) * TILE + j) = rows[i];
+    }
+  for (int64_t c = whole; c < dim; c++)
+    for (int j = 0; j < TILE; j++) tile[c * TILE + j] = load_one(keys[j] + c * width(type), type);
+}
+
+/* The values of a tile: tile [TILE, value_wide]. */
+INLINE void take_values(const Job *job, const Run *run, const char *const *values, float *tile, int type) {
+  for (int j = 0; j < TILE; j++) {
+    float *to = tile + j * run->value_wide;
+    int64_t c = 0;
+    for (; c + LANES <= job->value_dim; c += LANES) *(Lanes *)(to + c) = load(values[j] + c * width(type), type);
+    for (; c < job->value_dim; c++) to[c] = load_one(values[j] + c * width(type), type);
+    for (; c < run->value_wide; c++) to[c] = 0;
+  }
+}
+
+/* Where the keys or values from position `at` on lie; past the end, the last one again, whose weight will be 0. */
+INLINE void locate(const Job *job, const Run *run, int64_t at, const char *cache, int64_t row, const char **places) {
+  for (int j = 0; j < TILE; j++) {
+    const int64_t position = at + j < run->span.last ? at + j : run->span.last;
+    places[j] = block_at(job, &run->span, position, run->kv_head, cache, row) + position % job->block_len * row;
+  }
+}
+
+/* scores [STRIP, TILE] = q [STRIP, dim] · tile [dim, TILE] */
+INLINE void score_tile(const float *q, const float *tile, int64_t dim, float *scores, int64_t stride) {
+  Lanes sums[STRIP][2];
+  for (int g = 0; g < STRIP; g++) sums[g][0] = sums[g][1] = (Lanes){};
+  for (int64_t c = 0; c < dim; c++) {
+    const Lanes low = *(const Lanes *)(tile + c * TILE), high = *(const Lanes *)(tile + c * TILE + LANES);
+    for (int g = 0; g < STRIP; g++) sums[g][0] += q[g * dim + c] * low, sums[g][1] += q[g * dim + c] * high;
+  }
+  for (int g = 0; g < STRIP; g++) {
+    *(Lanes *)(scores + g * stride) = sums[g][0];
+    *(Lanes *)(scores + g * stride + LANES) = sums[g][1];
+  }
+}
+
+/* sums [GROUP, parts · LANES] += weights [GROUP, TILE] · tile [TILE, parts · LANES] */
+INLINE void blend_tile(const float *weights, int64_t stride, const float *tile, int64_t wide, float *out, int parts) {
+  Lanes sums[GROUP][CHUNK];
+  for (int g = 0; g < GROUP; g++)
+    for (int i = 0; i < parts; i++) sums[g][i] = *(const Lanes *)(out + g * wide + i * LANES);
+  for (int j = 0; j < TILE; j++) {
+    Lanes value[CHUNK];
+    for (int i = 0; i < parts; i++) value[i] = *(const Lanes *)(tile + j * wide + i * LANES);
+    for (int g = 0; g < GROUP; g++)
+      for (int i = 0; i < parts; i++) sums[g][i] += weights[g * stride + j] * value[i];
+  }
+  for (int g = 0; g < GROUP; g++)
+    for (int i = 0; i < parts; i++) *(Lanes *)(out + g * wide + i * LANES) = sums[g][i];
+}
+
+/* Row r is head r % num_heads of token r / num_heads; rows without a token are 0. */
+INLINE void take_queries(const Job *job, const Run *run, int type) {
+  const int64_t dim = job->dim;
+  for (int64_t r = 0; r < run->num_rows; r++) {
+    const int64_t token = run->first_token + r / run->num_heads, head = run->head + r % run->num_heads;
+    const int is_there = r < run->num_tokens * run->num_heads;
+    const char *query = job->query + (token * job->heads + head) * dim * width(type);
+    for (int64_t c = 0; c < dim; c++)
+      run->q[r * dim + c] = is_there ? load_one(query + c * width(type), type) * job->scale : 0;
+  }
+}
+
+INLINE void soften_rows(const Job *job, const Run *run) {
+  const int64_t stride = run->span.stride;
+  for (int64_t r = 0; r < run->num_rows; r++) {
+    if (r >= run->num_tokens * run->num_heads) {
+      memset(run->scores + r * stride, 0, stride * sizeof(float));
+      continue;
+    }
+    Span span = span_of(job, run->first_token + r / run->num_heads);
+    span.base = run->span.base, span.stride = stride;
+    run->norms[r] = soften(job, &span, run->scores + r * stride, job->sinks[run->head + r % run->num_heads]);
+  }
+}
+
+INLINE void give_answers(const Job *job, const Run *run, int type) {
+  for (int64_t r = 0; r < run->num_tokens * run->num_heads; r++) {
+    const int64_t token = run->first_token + r / run->num_heads, head = run->head + r % run->num_heads;
+    char *out = job->out + (token * job->heads + head) * job->value_dim * width(type);
+    for (int64_t c = 0; c < job->value_dim; c++)
+      store_one(out + c * width(type), run->sums[r * run->value_wide + c] * run->norms[r], type);
+  }
+}
+
+/* n query heads of one key head, of the tokens first … first + count - 1, which have one table. */
+INLINE void attend_run(const Job *job, int64_t first, int64_t count, int64_t kv_head, int64_t head, int n,
+                       float *scratch, int type) {
+  Run run = {.span = span_of(job, first), .first_token = first, .num_tokens = count, .kv_head = kv_head, .head = head,
+             .num_heads = n, .num_rows = round_up(count * n, STRIP), .value_wide = round_up(job->value_dim, LANES)};
+  for (int64_t token = first + 1; token < first + count; token++) {
+    const Span other = span_of(job, token);
+    if (other.base < run.span.base) run.span.base = other.base;
+    if (other.last > run.span.last) run.span.last = other.last;
+  }
+  const int64_t dim = job->dim, stride = run.span.stride = round_up(run.span.last + 1 - run.span.base, TILE);
+  run.q = scratch, run.scores = run.q + run.num_rows * dim, run.sums = run.scores + run.num_rows * stride;
+  run.norms = run.sums + run.num_rows * run.value_wide, run.tile = run.norms + run.num_rows;
+  const char *places[TILE];
+  take_queries(job, &run, type);
+  for (int64_t j = 0; j < stride; j += TILE) {
+    locate(job, &run, run.span.base + j, job->keys, dim * width(type), places);
+    take_keys(job, places, run.tile, type);
+    for (int64_t r = 0; r < run.num_rows; r += STRIP)
+      score_tile(run.q + r * dim, run.tile, dim, run.scores + r * stride + j, stride);
+  }
+  soften_rows(job, &run);
+  memset(run.sums, 0, run.num_rows * run.value_wide * sizeof(float));
+  for (int64_t j = 0; j < stride; j += TILE) {
+    locate(job, &run, run.span.base + j, job->values, job->value_dim * width(type), places);
+    take_values(job, &run, places, run.tile, type);
+    for (int64_t r = 0; r < run.num_rows; r += GROUP) {
+      const float *weights = run.scores + r * stride + j;
+      float *sums = run.sums + r * run.value_wide;
+      int64_t c = 0;
+      for (; c + CHUNK * LANES <= run.value_wide; c += CHUNK * LANES)
+        blend_tile(weights, stride, run.tile + c, run.value_wide, sums + c, CHUNK);
+      for (; c < run.value_wide; c += LANES) blend_tile(weights, stride, run.tile + c, run.value_wide, sums + c, 1);
+    }
+  }
+  give_answers(job, &run, type);
+}
+
+/* ---- The work ---- */
+
+INLINE void attend_heads(const Job *job, int64_t first, int64_t count, int64_t kv_head, int64_t head, int n,
+                         float *scratch, int type) {
+  if (count == 1)
+    attend(job, first, kv_head, head, n, scratch, type);
+  else
+    attend_run(job, first, count, kv_head, head, n, scratch, type);
+}
+
 INLINE void attend_item(const Job *job, int64_t item, float *scratch, int type) {
-  const int64_t token = item / job->kv_heads, kv_head = item % job->kv_heads;
+  const int64_t run = item / job->kv_heads, kv_head = item % job->kv_heads;
+  const int64_t first = job->runs[run], count = job->runs[run + 1] - first;
   int64_t left = job->heads / job->kv_heads, head = kv_head * left;
-  for (; left >= GROUP; left -= GROUP, head += GROUP) attend(job, token, kv_head, head, GROUP, scratch, type);
-  if (left == 3) attend(job, token, kv_head, head, 3, scratch, type);
-  if (left == 2) attend(job, token, kv_head, head, 2, scratch, type);
-  if (left == 1) attend(job, token, kv_head, head, 1, scratch, type);
+  for (; left >= GROUP; left -= GROUP, head += GROUP)
+    attend_heads(job, first, count, kv_head, head, GROUP, scratch, type);
+  if (left == 3) attend_heads(job, first, count, kv_head, head, 3, scratch, type);
+  if (left == 2) attend_heads(job, first, count, kv_head, head, 2, scratch, type);
+  if (left == 1) attend_heads(job, first, count, kv_head, head, 1, scratch, type);
 }
 
 /* ---- The call ---- */
 
+static void free_job(Job *job) {
+  free(job->scratch);
+  free(job->runs);
+  free(job);
+}
+
 static void release(Job *job) {
   if (atomic_fetch_sub(&job->users, 1) > 1) return;
-  free(job->scratch);
-  free(job);
+  free_job(job);
 }
 
 /* Takes items until there are none. The call is over with its last item, not with its last thread: a thread that XLA
@@ -325,6 +548,15 @@ static int num_helpers(const FfiCallFrame *frame, int64_t num_items) {
   return num_threads > 1 ? (int)num_threads - 1 : 0;
 }
 
+/* Neighbouring tokens of one table, up to RUN of them. Gives how many runs there are; `runs` has room for one a token. */
+static int64_t find_runs(const Job *job, int32_t *runs) {
+  int64_t count = 0;
+  for (int64_t t = 0; t < job->num_tokens; t++)
+    if (t == 0 || job->token_tables[t] != job->token_tables[t - 1] || t - runs[count - 1] == RUN) runs[count++] = t;
+  runs[count] = job->num_tokens;
+  return count;
+}
+
 static FfiError *start(FfiCallFrame *frame, Job *job) {
   int helpers = num_helpers(frame, job->num_items);
   if (helpers) {
@@ -332,10 +564,11 @@ static FfiError *start(FfiCallFrame *frame, Job *job) {
     if (frame->api->future_create(&args)) helpers = 0;
     frame->future = job->future = args.future;
   }
-  job->scratch_len = GROUP * (job->dim + (job->table_len + 1) * job->block_len + LANES);
+  const int64_t group = job->heads / job->kv_heads;
+  job->scratch_len = run_scratch_len(job, group < GROUP ? group : GROUP);
   job->scratch = malloc((helpers + 1) * job->scratch_len * sizeof *job->scratch);
   if (!job->scratch) {
-    free(job);
+    free_job(job);
     return fail(frame, FFI_ERROR_RESOURCE_EXHAUSTED, "paged attention: out of memory");
   }
   atomic_store(&job->users, helpers + 1);
@@ -372,11 +605,11 @@ FfiError *tpugate_paged_attention(FfiCallFrame *frame) {
   job->num_tables = a[TABLES]->dims[0], job->table_len = a[TABLES]->dims[1];
   job->block_len = options[0], job->scale = options[1], job->softcap = options[2], job->window = options[3];
   job->type = a[QUERY]->type, job->api = frame->api;
-  job->num_items = job->num_tokens * job->kv_heads;
-  atomic_store(&job->unfinished, job->num_items);
-  if (!job->num_items || !has_right_indices(job)) {
-    const int is_empty = !job->num_items;
-    free(job);
+  job->runs = malloc((job->num_tokens + 1) * sizeof *job->runs);
+  if (!job->runs || !job->num_tokens || !has_right_indices(job)) {
+    const int is_empty = !job->num_tokens, is_out = !job->runs;
+    free_job(job);
+    if (is_out) return fail(frame, FFI_ERROR_RESOURCE_EXHAUSTED, "paged attention: out of memory");
     return is_empty ? NULL : fail(frame, FFI_ERROR_INVALID_ARGUMENT, "paged attention: a position has no block");
   }
   /* XLA gives the caches' own memory when they are donated; otherwise copies are updated. */
@@ -384,5 +617,7 @@ FfiError *tpugate_paged_attention(FfiCallFrame *frame) {
   if (job->values != a[VALUES]->data)
     memcpy(job->values, a[VALUES]->data, a[VALUES]->dims[0] * job->value_dim * width(job->type));
   write_cache(job);
+  job->num_items = find_runs(job, job->runs) * job->kv_heads;
+  atomic_store(&job->unfinished, job->num_items);
   return start(frame, job);
 }
