@@ -22,6 +22,9 @@ from gateway.db.engine import Database
 from gateway.dispatch import Dispatcher
 from gateway.domain.accounts.controllers import KeyController
 from gateway.domain.accounts.services import AccountService
+from gateway.domain.messages.controllers import MessageController
+from gateway.domain.messages.errors import messages_error_response
+from gateway.domain.messages.services import MessageService
 from gateway.domain.openai.controllers import OpenAIController, TokenController
 from gateway.domain.openai.services import CompletionService
 from gateway.domain.openai.tokenization import TokenizationService
@@ -43,6 +46,8 @@ from gateway.settings import GatewaySettings
 
 logger = logging.getLogger(__name__)
 
+_ANTHROPIC = "/v1/messages"
+"""What is below it speaks Anthropic's words."""
 _KEEP_ALIVE_S = 75
 _CLIENTS_AFFAIR = ("Invalid HTTP request", "upgrade request", "WebSocket library")
 _CUT_AFTER_S = 5
@@ -57,6 +62,7 @@ def create_app(settings: GatewaySettings) -> Litestar:
     metrics = Metrics(dispatcher)
     completions = CompletionService(settings, dispatcher, metrics)
     tokenization = TokenizationService(settings, dispatcher)
+    messages = MessageService(settings, dispatcher, completions)
 
     @asynccontextmanager
     async def lifespan(_: Litestar) -> AsyncIterator[None]:
@@ -69,12 +75,19 @@ def create_app(settings: GatewaySettings) -> Litestar:
             await database.close()
 
     app = Litestar(
-        route_handlers=[OpenAIController, TokenController, KeyController, SystemController],
+        route_handlers=[
+            OpenAIController,
+            MessageController,
+            TokenController,
+            KeyController,
+            SystemController,
+        ],
         lifespan=[lifespan],
         dependencies={
             "accounts": Provide(lambda: accounts, sync_to_thread=False),
             "completions": Provide(lambda: completions, sync_to_thread=False),
             "dispatcher": Provide(lambda: dispatcher, sync_to_thread=False),
+            "messages": Provide(lambda: messages, sync_to_thread=False),
             "metrics": Provide(lambda: metrics, sync_to_thread=False),
             "tokenization": Provide(lambda: tokenization, sync_to_thread=False),
         },
@@ -98,7 +111,10 @@ def _exception_handlers() -> ExceptionHandlersMap:
 
 
 def _handle_gateway_error(request: Request[Any, Any, Any], error: GatewayError) -> Response[bytes]:
-    answer = error_response(error)
+    if request.url.path.startswith(_ANTHROPIC):
+        answer = messages_error_response(error, request_id(request.scope).decode())
+    else:
+        answer = error_response(error)
     if answer.status >= 500:
         log_failure(request.scope, error)
     return Response(

@@ -15,7 +15,11 @@ Connection = ASGIConnection[Any, Any, Any, Any]
 async def requires_key(connection: Connection, _: BaseRouteHandler) -> None:
     """Sets `connection.auth` to the `Principal`. Raises `UnauthorizedError`."""
     accounts = cast(AccountService, connection.app.state["accounts"])
-    connection.scope["auth"] = await accounts.authenticate(connection.headers.get("authorization"))
+    authorization = connection.headers.get("authorization")
+    if authorization is None and "x-api-key" in connection.headers:
+        # As Anthropic's clients send it.
+        authorization = "Bearer " + connection.headers["x-api-key"]
+    connection.scope["auth"] = await accounts.authenticate(authorization)
 
 
 async def requires_admin(connection: Connection, handler: BaseRouteHandler) -> None:

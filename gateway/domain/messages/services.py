@@ -1,0 +1,99 @@
+"""The Messages API: a chat in Anthropic's words."""
+
+import asyncio
+import time
+from typing import Any
+
+import msgspec
+from litestar.response.base import ASGIResponse
+from litestar.types import ASGIApp
+
+from gateway.dispatch import Dispatcher
+from gateway.domain.messages.answers import collect, stream
+from gateway.domain.messages.conversion import chat_fields
+from gateway.domain.messages.errors import messages_error_body
+from gateway.domain.messages.schemas import CountTokensRequest, MessagesRequest
+from gateway.domain.openai.converted import Names, chat_request
+from gateway.domain.openai.prompts import render_chat
+from gateway.domain.openai.services import ChatJob, CompletionService, HttpRequest, read_body
+from gateway.domain.openai.validation import unsupported, validated
+from gateway.errors import ContextLengthError, GatewayError
+from gateway.request_ids import request_id
+from gateway.settings import GatewaySettings
+from gateway.sse import EventStream
+
+
+class MessageService:
+    """Stateless but for its parts; one per application."""
+
+    def __init__(
+        self, settings: GatewaySettings, dispatcher: Dispatcher, completions: CompletionService
+    ) -> None:
+        self._settings = settings
+        self._dispatcher = dispatcher
+        self._completions = completions
+
+    async def create(self, request: HttpRequest) -> ASGIApp:
+        """Answer /v1/messages; everything a client can get wrong is raised before anything is queued."""
+        started_s = time.monotonic()
+        body = validated(MessagesRequest, await read_body(request, self._settings))
+        fields, names = _fields(body)
+        chat = await self._start(request, fields, names, started_s, streaming=bool(body.stream))
+        if not body.stream:
+            with chat.job as job:
+                job.watch(request.receive)
+                answer = await collect(chat, body.max_tokens)
+            return ASGIResponse(body=answer, media_type="application/json")
+        own_id = request_id(request.scope).decode()
+
+        def on_error(error: GatewayError) -> bytes:
+            return b"event: error\ndata: " + messages_error_body(error, own_id) + b"\n\n"
+
+        blocks = stream(chat, body.max_tokens, self._settings.ping_interval_s)
+        return EventStream(chat.job, blocks, on_error)
+
+    async def count_tokens(self, request: HttpRequest) -> ASGIApp:
+        """Answer /v1/messages/count_tokens, however long the prompt is."""
+        body = validated(CountTokensRequest, await read_body(request, self._settings))
+        fields, names = _fields(body)
+        chat = chat_request(fields, names)
+        served = self._dispatcher.lookup(chat.model)
+
+        def count() -> int:
+            return len(served.tokenizer.encode(render_chat(served, chat)))
+
+        with names.spoken():
+            num_tokens = await asyncio.to_thread(count)
+        answer = msgspec.json.encode({"input_tokens": num_tokens})
+        return ASGIResponse(body=answer, media_type="application/json")
+
+    async def _start(
+        self,
+        request: HttpRequest,
+        fields: dict[str, Any],
+        names: Names,
+        started_s: float,
+        *,
+        streaming: bool,
+    ) -> ChatJob:
+        """Clients of this API ask for more tokens than a small context holds: they get what is left of it."""
+        served = self._dispatcher.lookup(fields["model"])
+        if fields["max_completion_tokens"] >= served.card.context_len:
+            fields["max_completion_tokens"] = None
+        chat = chat_request(fields, names)
+        start = self._completions.start_chat
+        with names.spoken():
+            try:
+                return await start(request, chat, started_s, streaming=streaming)
+            except ContextLengthError as error:
+                if error.param != "max_completion_tokens":
+                    raise
+            chat = chat_request({**fields, "max_completion_tokens": None}, names)
+            return await start(request, chat, started_s, streaming=streaming)
+
+
+def _fields(body: CountTokensRequest) -> tuple[dict[str, Any], Names]:
+    for name in ("mcp_servers", "container"):
+        if getattr(body, name):
+            raise unsupported(name)
+    return chat_fields(body)
