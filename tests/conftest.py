@@ -30,16 +30,27 @@ def tpu_device() -> Iterator[Device]:
 
 @pytest.fixture(scope="session")
 def smollm2_dir() -> Path:
-    """The embedded default model's folder, pulled once into the user's own model cache.
+    """The embedded default model's folder."""
+    return pulled("smollm2-135m-instruct")
 
-    `TPUGATE_MODELS_DIR` or `TPUGATE_CACHE_DIR` puts that cache elsewhere. Without weights tests are skipped, but fail where `CI` is set.
+
+@pytest.fixture(scope="session")
+def gemma3_dir() -> Path:
+    return pulled("gemma-3-270m")
+
+
+def pulled(model: str) -> Path:
+    """The model's folder, pulled once into the user's own model cache.
+
+    `TPUGATE_MODELS_DIR` or `TPUGATE_CACHE_DIR` puts that cache elsewhere. Without weights tests are
+    skipped, but fail where `CI` is set.
     """
     try:
-        return resolve("smollm2-135m-instruct", ModelSettings.from_environment()).path
+        return resolve(model, ModelSettings.from_environment()).path
     except SourceUnavailableError as error:
         if os.environ.get("CI"):
             raise  # a green run there says that the model was tested
-        pytest.skip(f"needs the weights of smollm2-135m-instruct: {error}")
+        pytest.skip(f"needs the weights of {model}: {error}")
 
 
 @pytest.fixture(scope="session")

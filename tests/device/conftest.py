@@ -10,18 +10,17 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from models.loader import load_model
-from tests.device.driving import engine_config, fresh_engine
+from tests.device.driving import LADDER, MODEL, build_parts, fresh_engine
 from tests.device.reference import Reference
 from torchtpu.compiler import Program, ProgramCompiler
 from torchtpu.device import Device
-from workers.engine.build import build_engine
 from workers.engine.engine import EngineParts, ModelEngine
 
 
 @pytest.fixture(scope="session")
 def parts(tpu_device: Device, smollm2_dir: Path) -> EngineParts:
     """Weights of the default model in float32 and its compiled programs."""
-    return build_engine(engine_config(), lambda what, share: None).engine._parts
+    return build_parts(MODEL, LADDER)
 
 
 @pytest.fixture
@@ -42,9 +41,14 @@ def reference_model(tpu_device: Device, smollm2_dir: Path) -> PreTrainedModel:
 
 
 @pytest.fixture(scope="session")
-def reference(reference_model: PreTrainedModel, pytestconfig: pytest.Config) -> Reference:
-    reporter = pytestconfig.pluginmanager.getplugin("terminalreporter")
-    return Reference(reference_model, reporter.write_line)
+def report(pytestconfig: pytest.Config) -> Callable[[str], None]:
+    """Writes a line between the names of the tests: for a tie, which fails no test."""
+    return pytestconfig.pluginmanager.getplugin("terminalreporter").write_line
+
+
+@pytest.fixture(scope="session")
+def reference(reference_model: PreTrainedModel, report: Callable[[str], None]) -> Reference:
+    return Reference(reference_model, report)
 
 
 @pytest.fixture(scope="module")

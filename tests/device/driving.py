@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from tests.contract.test_worker_engine import Collected
 from torchtpu.buckets import BucketLadder, PrefillShape
 from torchtpu.environment import read_settings
-from workers.engine.build import EngineConfig
+from workers.engine.build import EngineConfig, build_engine
 from workers.engine.engine import EngineParts, ModelEngine
 from workers.engine.request import Sequence
 from workers.engine.scheduler import Scheduler
@@ -21,7 +21,7 @@ LADDER = BucketLadder(
     rows=(8, 32),
     mixed_rows=(32,),
     prefill=(PrefillShape(64, 8, 24), PrefillShape(128, 1, 128)),
-    contexts=(128, CONTEXT_LEN),
+    contexts=(CONTEXT_LEN,),
     mixed_contexts=(CONTEXT_LEN,),
 )
 MAX_STEPS = 5000
@@ -40,6 +40,13 @@ def engine_config(model: str = MODEL, **fields: object) -> EngineConfig:
         "ladder": LADDER,
     }
     return EngineConfig(**{**settings, **fields})
+
+
+def build_parts(model: str, ladder: BucketLadder, **fields: object) -> EngineParts:
+    """Weights and compiled programs of an engine for the whole of `ladder`."""
+    settings = {"ladder": ladder, "context_len": ladder.max_context, "max_rows": ladder.max_rows}
+    config = engine_config(model, **settings, **fields)
+    return build_engine(config, lambda what, share: None).engine._parts
 
 
 def fresh_engine(parts: EngineParts, num_blocks: int | None = None) -> ModelEngine:

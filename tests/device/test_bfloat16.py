@@ -14,11 +14,10 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from models.loader import load_model
-from tests.device.driving import Driver, engine_config, fresh_engine, new_request
+from tests.device.driving import MODEL, Driver, build_parts, fresh_engine, new_request
 from tests.device.reference import one_thread
 from torchtpu.buckets import BucketLadder, PrefillShape
 from torchtpu.device import Device
-from workers.engine.build import build_engine
 from workers.engine.engine import EngineParts
 from workers.protocol import TokenLogprobs
 
@@ -55,8 +54,7 @@ class Scores:
 
 @pytest.fixture(scope="module")
 def half(tpu_device: Device, smollm2_dir: Path) -> EngineParts:
-    config = engine_config(dtype="auto", ladder=LADDER, context_len=CONTEXT_LEN, max_rows=8)
-    return build_engine(config, lambda what, share: None).engine._parts
+    return build_parts(MODEL, LADDER, dtype="auto")
 
 
 @pytest.fixture(scope="module")

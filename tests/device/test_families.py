@@ -5,13 +5,16 @@ cache has no place for is refused.
 Their weights are random; `test_engine.py` asks the same of a real model.
 """
 
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from transformers import PreTrainedModel
 
 from models.loader import LoadOptions, load_model
-from tests.device.driving import ask_one, engine_config, fresh_engine
+from tests.device.driving import ask, ask_one, build_parts, fresh_engine, new_request
 from tests.device.families import (
     FAMILIES,
     OTHER_KINDS,
@@ -25,9 +28,11 @@ from tests.device.forced import ask_forced
 from tests.device.reference import Generated, Reference
 from torchtpu.buckets import BucketLadder, PrefillShape
 from torchtpu.device import Device
-from workers.engine.build import build_engine
-from workers.engine.engine import EngineParts
+from workers.engine.engine import ModelEngine
+from workers.engine.kv_cache import BlockPool, CacheGroup, KVCache, most_held
+from workers.engine.scheduler import Scheduler
 from workers.errors import HopelessLoadError
+from workers.protocol import GenerateRequest
 
 CONTEXT_LEN = 64
 MAX_TOKENS = 20
@@ -54,16 +59,10 @@ PROMPTS = make_prompts()
 LIMITS = [MAX_TOKENS] * len(PROMPTS)
 
 
-def build(folder: Path) -> EngineParts:
-    config = engine_config(str(folder), ladder=LADDER, context_len=CONTEXT_LEN, max_rows=8)
-    return build_engine(config, lambda what, share: None).engine._parts
-
-
-def reference_of(folder: Path, pytestconfig: pytest.Config) -> Reference:
-    reporter = pytestconfig.pluginmanager.getplugin("terminalreporter")
+def plain_model(folder: Path) -> PreTrainedModel:
     # The one form of attention that every family has.
     options = LoadOptions(attn_implementation="eager")
-    return Reference(load_model(folder, torch.float32, options=options), reporter.write_line)
+    return load_model(folder, torch.float32, options=options)
 
 
 def variety(answers: list[Generated]) -> int:
@@ -73,10 +72,11 @@ def variety(answers: list[Generated]) -> int:
 
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
 def test_a_family_gives_the_tokens_of_transformers(
-    family: Family, tpu_device: Device, tmp_path: Path, pytestconfig: pytest.Config
+    family: Family, tpu_device: Device, tmp_path: Path, report: Callable[[str], None]
 ):
     write_family(family, tmp_path)
-    reference, parts = reference_of(tmp_path, pytestconfig), build(tmp_path)
+    reference = Reference(plain_model(tmp_path), report)
+    parts = build_parts(str(tmp_path), LADDER)
     expected = reference.generate(PROMPTS, LIMITS)
     answers = ask_forced(parts, PROMPTS, LIMITS, NUM_BLOCKS)
     for index, (answer, generated) in enumerate(zip(answers, expected, strict=True)):
@@ -88,6 +88,26 @@ def test_a_family_gives_the_tokens_of_transformers(
     assert first.usage.cached_tokens == 0
     assert second.usage.cached_tokens > WINDOW
     assert first.tokens == second.tokens
+
+
+def test_blocks_behind_a_window_come_back(tpu_device: Device, tmp_path: Path):
+    (gemma,) = (family for family in FAMILIES if family.name == "gemma-3")
+    write_family(gemma, tmp_path)
+    parts = build_parts(str(tmp_path), LADDER)
+    (whole, _), block_len, max_chunk = parts.cache.groups, parts.block_len, parts.cache.max_chunk
+    expected = ask(fresh_engine(parts), requests())
+    # As many blocks as one window needs: a second request could not even begin if they did not come back.
+    most = most_held(WINDOW, block_len, max_chunk)
+    groups = [CacheGroup(BlockPool(whole.pool.num_blocks)), CacheGroup(BlockPool(most + 1), WINDOW)]
+    cache = KVCache(groups, block_len, max_chunk)
+    scheduler = Scheduler(parts.scheduler._config, cache)
+    answers = ask(ModelEngine(replace(parts, cache=cache, scheduler=scheduler)), requests())
+    assert [answer.tokens for answer in answers] == [answer.tokens for answer in expected]
+    cache.check([])
+
+
+def requests() -> list[GenerateRequest]:
+    return [new_request(prompt, max_tokens=MAX_TOKENS) for prompt in PROMPTS]
 
 
 @pytest.mark.parametrize(
@@ -103,5 +123,5 @@ def test_layers_that_are_no_attention_are_refused_with_one_sentence(
 ):
     write_family(family, tmp_path)
     with pytest.raises(HopelessLoadError, match=f"cannot be served: .* {words}") as caught:
-        build(tmp_path)
+        build_parts(str(tmp_path), LADDER)
     assert "\n" not in str(caught.value)
