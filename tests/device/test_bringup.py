@@ -137,4 +137,4 @@ def test_plugin_that_crashes_is_refused(tmp_path):
         tpu_platform="xla-cpu",
     )
     with pytest.raises(PluginRejectedError, match=r"crash\.so crashes in its trial \(SIGABRT\)"):
-        choose_plugin(settings, build_shim(tmp_path))
+        choose_plugin(settings, build_shim(environment.read_settings().cache_dir))
