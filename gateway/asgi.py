@@ -28,6 +28,9 @@ from gateway.domain.messages.services import MessageService
 from gateway.domain.openai.controllers import OpenAIController, TokenController
 from gateway.domain.openai.services import CompletionService
 from gateway.domain.openai.tokenization import TokenizationService
+from gateway.domain.responses.controllers import ResponseController
+from gateway.domain.responses.services import ResponseService
+from gateway.domain.responses.store import ResponseStore
 from gateway.domain.system.controllers import SystemController
 from gateway.domain.system.services import Metrics
 from gateway.errors import (
@@ -63,6 +66,8 @@ def create_app(settings: GatewaySettings) -> Litestar:
     completions = CompletionService(settings, dispatcher, metrics)
     tokenization = TokenizationService(settings, dispatcher)
     messages = MessageService(settings, dispatcher, completions)
+    stored = ResponseStore(settings)
+    responses = ResponseService(settings, completions, stored, dispatcher.gateway_id)
 
     @asynccontextmanager
     async def lifespan(_: Litestar) -> AsyncIterator[None]:
@@ -71,12 +76,15 @@ def create_app(settings: GatewaySettings) -> Litestar:
             await dispatcher.start()
             yield
         finally:
+            await responses.stop()
+            await stored.close()
             await dispatcher.stop()
             await database.close()
 
     app = Litestar(
         route_handlers=[
             OpenAIController,
+            ResponseController,
             MessageController,
             TokenController,
             KeyController,
@@ -89,6 +97,7 @@ def create_app(settings: GatewaySettings) -> Litestar:
             "dispatcher": Provide(lambda: dispatcher, sync_to_thread=False),
             "messages": Provide(lambda: messages, sync_to_thread=False),
             "metrics": Provide(lambda: metrics, sync_to_thread=False),
+            "responses": Provide(lambda: responses, sync_to_thread=False),
             "tokenization": Provide(lambda: tokenization, sync_to_thread=False),
         },
         exception_handlers=_exception_handlers(),

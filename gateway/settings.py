@@ -38,6 +38,8 @@ class GatewaySettings(BaseModel):
     """How long a client may leave an answer unread before it is given up."""
     queue_limit: int = Field(default=512, ge=1)
     """Requests of one model that may be queued or running; one more gets 429."""
+    key_limit: int | None = Field(default=None, ge=1)
+    """Requests of one API key that may be queued or running at this gateway; None is half of `queue_limit`."""
     request_timeout_s: float = Field(default=600.0, gt=0)
     no_worker_timeout_s: float = Field(default=60.0, gt=0)
     """How long a queued request waits for a worker to come back after the last one died."""
@@ -51,11 +53,24 @@ class GatewaySettings(BaseModel):
     """How long a revoked key may still work on this gateway."""
     inline_text_bytes: int = Field(default=8 * 1024, ge=0)
     """Prompts with more text than this are tokenised in a thread."""
+    response_ttl_s: int = Field(default=24 * 3600, ge=1)
+    """How long a stored response can be fetched."""
+    responses_per_key: int = Field(default=500, ge=1)
+    """Stored responses of one API key; the oldest give way."""
+    response_max_bytes: int = Field(default=1024 * 1024, ge=1024)
+    """A response that is larger, with its input and compressed, is not stored."""
     retry_after_full_s: int = Field(default=1, ge=1)
     retry_after_unavailable_s: int = Field(default=2, ge=1)
     log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = "INFO"
     graceful_shutdown_s: int = Field(default=30, ge=0)
     """How long running answers may go on after SIGTERM."""
+
+    @property
+    def most_of_a_key(self) -> int:
+        """Requests that one API key can have in a model's queue."""
+        if self.key_limit is None:
+            return max(1, self.queue_limit // 2)
+        return min(self.key_limit, self.queue_limit)
 
     @field_validator("data_dir")
     @classmethod

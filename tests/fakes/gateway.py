@@ -28,7 +28,7 @@ class GatewayUnderTest(ProcessUnderTest):
     """The real gateway in a process of its own."""
 
     def __init__(self, redis_url: str, data_dir: Path, **settings: str) -> None:
-        self.data_dir = data_dir
+        self.redis_url = redis_url
         self.data_dir = data_dir
         self.port = int(settings.pop("port", 0)) or free_port()
         data_dir.mkdir(parents=True, exist_ok=True)
