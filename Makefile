@@ -1,5 +1,6 @@
 # `make serve` answers on http://127.0.0.1:8000, `make test` runs every test. Both set up what they
-# need the first time: a virtual environment in .venv with the versions of requirements/lock.txt.
+# need the first time: a virtual environment in .venv with the versions of requirements/lock.txt, and
+# for the tests one in .venv-clients with those of requirements/clients.txt.
 #
 #   make PYTHON=/path/to/python3.12 …   another interpreter than the one found
 #   make serve ARGS="--port 9000"       more options for the command behind a target
@@ -8,6 +9,7 @@
 
 SHELL := /bin/sh
 VENV ?= .venv
+CLIENTS ?= .venv-clients
 MODEL ?= smollm2-135m-instruct
 PYTHON ?=
 ARGS ?=
@@ -29,7 +31,7 @@ if [ -z "$$python" ]; then \
 fi
 endef
 
-.PHONY: help serve test lint format validate lock loadtest bench bench-gateway clean
+.PHONY: help serve test clients lint format validate lock loadtest bench bench-gateway clean
 .PHONY: lint-style lint-format lint-types lint-imports
 .PHONY: validate-images validate-compose validate-kubernetes
 
@@ -39,8 +41,10 @@ help: ## What can be made
 serve: $(VENV)/.installed ## Start everything on this machine and answer on port 8000
 	@exec $(VENV)/bin/tpugate serve --model $(MODEL) $(ARGS)
 
-test: $(VENV)/.installed ## Run every test
+test: $(VENV)/.installed $(CLIENTS)/.installed ## Run every test
 	@exec $(VENV)/bin/python -m pytest $(ARGS)
+
+clients: $(CLIENTS)/.installed ## Set up the clients that tests/clients/ runs against a server
 
 lint: lint-style lint-format lint-types lint-imports ## Style, formatting, types, import contracts
 lint-style: $(VENV)/.installed
@@ -86,7 +90,7 @@ lock: ## Resolve pyproject.toml anew and write requirements/lock.txt
 
 clean: ## Remove the virtual environment and what builds and checks left here
 	@echo "Models and compiled programs stay in $${TPUGATE_CACHE_DIR:-~/.cache/tpugate}; delete that folder to remove them too."
-	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .import_linter_cache
+	rm -rf $(VENV) $(CLIENTS) build dist .mypy_cache .ruff_cache .pytest_cache .import_linter_cache
 
 # Stamps, not phony targets: the second `make` starts at once.
 $(VENV)/.requirements: requirements/lock.txt
@@ -99,4 +103,10 @@ $(VENV)/.requirements: requirements/lock.txt
 
 $(VENV)/.installed: $(VENV)/.requirements pyproject.toml
 	@$(PIP) install --quiet --no-deps --no-build-isolation --editable .
+	@touch $@
+
+$(CLIENTS)/.installed: requirements/clients.txt
+	@$(find_python); echo "Setting up $(CLIENTS) with $$python (once, a minute)" >&2; \
+	  "$$python" -m venv --clear $(CLIENTS)
+	@$(CLIENTS)/bin/python -m pip --disable-pip-version-check install --quiet --requirement $<
 	@touch $@
