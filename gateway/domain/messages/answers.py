@@ -8,6 +8,7 @@ import msgspec
 
 from gateway.domain.openai.events import Finish, Restart
 from gateway.domain.openai.parts import Part, Reasoning, Text, ToolArguments, ToolCall
+from gateway.domain.openai.plan import Plan
 from gateway.domain.openai.services import ChatJob
 from workers.protocol import Usage
 
@@ -18,7 +19,7 @@ _KINDS = {"text": "text", "thinking": "thinking", "input": "partial_json"}
 
 async def collect(chat: ChatJob, max_tokens: int) -> bytes:
     """The whole message; raises the `GatewayError` that ended it."""
-    message = _Message(chat, max_tokens)
+    message = MessageDraft(chat.plan, _prompt_len(chat), max_tokens)
     async for batch in chat.events(3600.0):
         for _, event in batch:
             message.take(event)
@@ -29,7 +30,7 @@ async def stream(
     chat: ChatJob, max_tokens: int, ping_interval_s: float
 ) -> AsyncGenerator[bytes, None]:
     """Blocks of events, one for all that came together; raises the `GatewayError` that ended it."""
-    message = _Message(chat, max_tokens)
+    message = MessageDraft(chat.plan, _prompt_len(chat), max_tokens)
     yield _event("message_start", {"message": message.begun()})
     async for batch in chat.events(ping_interval_s):
         written = [message.take(event) for _, event in batch]
@@ -39,20 +40,19 @@ async def stream(
     yield message.end()
 
 
-class _Message:
-    """Grows part by part; says what is new of it as events."""
+class MessageDraft:
+    """A message that grows part by part; says what is new of it as events of a stream."""
 
-    def __init__(self, chat: ChatJob, max_tokens: int) -> None:
-        self._plan = chat.plan
+    def __init__(self, plan: Plan, prompt_len: int, max_tokens: int) -> None:
+        self._plan = plan
         self._max_tokens = max_tokens
-        self._prompt_len = len(chat.job.exchanges[0].request.prompt_token_ids)
         self._content: list[dict[str, Any]] = []
         self._pieces: list[str] = []
         """Of the last block."""
         self._growing = ""
         """The field of the last block that grows; "" if it is closed or there is none."""
         self._finish = Finish("stop")
-        self._usage = Usage(prompt_tokens=self._prompt_len, completion_tokens=0)
+        self._usage = Usage(prompt_tokens=prompt_len, completion_tokens=0)
 
     def take(self, event: list[Part] | Finish | Restart | Usage) -> list[bytes]:
         if isinstance(event, list):
@@ -146,6 +146,10 @@ class _Message:
             "cache_read_input_tokens": usage.cached_tokens,
             "output_tokens": usage.completion_tokens,
         }
+
+
+def _prompt_len(chat: ChatJob) -> int:
+    return len(chat.job.exchanges[0].request.prompt_token_ids)
 
 
 def _json_object(text: str) -> dict[str, Any]:
