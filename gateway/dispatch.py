@@ -15,9 +15,10 @@ import logging
 import os
 import secrets
 import socket
-from collections import deque
-from collections.abc import Sequence
+from collections import Counter, deque
+from collections.abc import Iterable, Sequence
 
+import msgspec
 from litestar.types import Receive
 
 from gateway.directory import Directory, ServedModel
@@ -25,6 +26,7 @@ from gateway.errors import (
     AnswerLostError,
     ClientGoneError,
     GatewayError,
+    KeyBusyError,
     QueueFullError,
     RequestTimeoutError,
     UnavailableError,
@@ -44,6 +46,10 @@ logger = logging.getLogger(__name__)
 _POLLS_UNTIL_LOST = 2
 """A worker that has just started may answer before the directory has seen it."""
 _FLUSH_S = 2.0
+_SHRINK_AT = 256
+"""So many deltas may wait to be taken before their texts are put together."""
+_MAX_UNREAD = 8192
+"""Deltas, after that, at which a stream's client is given up."""
 _NO_LIMIT = 2**53
 
 
@@ -128,8 +134,14 @@ class Job:
     """One HTTP request in flight. Use as a context manager: whatever is unfinished at exit is aborted."""
 
     def __init__(
-        self, dispatcher: "Dispatcher", requests: Sequence[GenerateRequest], *, streaming: bool
+        self,
+        dispatcher: "Dispatcher",
+        requests: Sequence[GenerateRequest],
+        *,
+        streaming: bool,
+        timeout_s: float | None = None,
     ) -> None:
+        """`timeout_s` is the server's own limit for None."""
         self._dispatcher = dispatcher
         self._streaming = streaming
         self._loop = asyncio.get_running_loop()
@@ -143,7 +155,9 @@ class Job:
         """When the reader is woken although nothing has come."""
         self._timer: asyncio.TimerHandle | None = None
         self._watch: asyncio.Task[None] | None = None
-        self._deadline_s = self._loop.time() + dispatcher.request_timeout_s
+        self._shrink_at = _SHRINK_AT
+        limit_s = dispatcher.request_timeout_s if timeout_s is None else timeout_s
+        self._deadline_s = self._loop.time() + limit_s
         self.exchanges = [Exchange(self, request, i) for i, request in enumerate(requests)]
 
     def __enter__(self) -> "Job":
@@ -169,7 +183,7 @@ class Job:
             await self._wait(timeout_s)
         self._signalled = False
         if self._loop.time() >= self._deadline_s:
-            self.fail(RequestTimeoutError("The answer took longer than this server allows."))
+            self.fail(RequestTimeoutError("The answer took longer than it may."))
         if self._items and not isinstance(self._failure, ClientGoneError):
             items = list(self._items)
             self._items.clear()
@@ -183,6 +197,8 @@ class Job:
     def put(self, exchange: Exchange, delta: OutputDelta | None) -> None:
         """Add an item. A whole answer's reader is woken for the first delta and for ends, not for each token."""
         self._items.append((exchange, delta))
+        if len(self._items) > self._shrink_at:
+            self._shrink()
         if self._streaming or not self._has_begun or (delta and delta.finish_reason):
             self._has_begun = True
             self._signal()
@@ -197,6 +213,13 @@ class Job:
         if self._failure is None or isinstance(error, ClientGoneError):
             self._failure = error
         self._signal()
+
+    def _shrink(self) -> None:
+        """Put texts of a choice together: a client that reads slowly costs what its answer's text does."""
+        self._items = _joined(self._items)
+        self._shrink_at = max(_SHRINK_AT, 2 * len(self._items))
+        if self._streaming and len(self._items) > _MAX_UNREAD:
+            self.fail(ClientGoneError("The client does not read its answer."))
 
     async def _until_gone(self, receive: Receive) -> None:
         while (await receive())["type"] != "http.disconnect":
@@ -237,6 +260,40 @@ class Job:
             self._waiter.set_result(None)
 
 
+def _joined(items: Iterable[Item]) -> deque[Item]:
+    """The same with neighbouring deltas of a choice made one, where they hold nothing but text."""
+    joined: list[Item] = []
+    last: dict[tuple[str, int], int] = {}
+    """Where a choice's newest delta is that more text can be added to."""
+    texts: dict[int, list[OutputDelta]] = {}
+    for exchange, delta in items:
+        if delta is None:
+            last.clear()
+        elif not _is_text_alone(delta):
+            last.pop((delta.request_id, delta.choice), None)
+        else:
+            at = last.setdefault((delta.request_id, delta.choice), len(joined))
+            texts.setdefault(at, []).append(delta)
+            if at < len(joined):
+                continue
+        joined.append((exchange, delta))
+    for at, deltas in texts.items():
+        text = "".join(delta.text for delta in deltas)
+        num_tokens = sum(delta.num_tokens for delta in deltas)
+        whole = msgspec.structs.replace(deltas[0], text=text, num_tokens=num_tokens)
+        joined[at] = (joined[at][0], whole)
+    return deque(joined)
+
+
+def _is_text_alone(delta: OutputDelta) -> bool:
+    return (
+        delta.finish_reason is None
+        and delta.usage is None
+        and delta.logprobs is None
+        and delta.prompt_logprobs is None
+    )
+
+
 def _commit(items: list[Item]) -> None:
     for exchange, delta in items:
         if delta is not None and (
@@ -266,6 +323,7 @@ class Dispatcher:
             self._redis, self.reply_to, on_step=self._on_step, on_connect=self._recover
         )
         self._active: dict[str, Exchange] = {}
+        self._num_of_key: Counter[str] = Counter()
         self._tasks: list[asyncio.Task[None]] = []
 
     @property
@@ -314,11 +372,19 @@ class Dispatcher:
                 )
             )
 
-    async def submit(self, requests: Sequence[GenerateRequest], *, streaming: bool) -> Job:
-        """Queue all of them (one model) or none. Raises `QueueFullError` or `UnavailableError`."""
-        job = Job(self, requests, streaming=streaming)
+    async def submit(
+        self,
+        requests: Sequence[GenerateRequest],
+        *,
+        streaming: bool,
+        timeout_s: float | None = None,
+    ) -> Job:
+        """Queue all of them (one model, one API key) or none. Raises `QueueFullError` or `UnavailableError`."""
+        self._check_key(requests)
+        job = Job(self, requests, streaming=streaming, timeout_s=timeout_s)
         for exchange in job.exchanges:
             self._active[exchange.request.request_id] = exchange
+            self._num_of_key[exchange.request.fair_key] += 1
         queued = False
         try:
             entry_ids = await self._outbox.enqueue(tuple(requests), self._settings.queue_limit)
@@ -342,7 +408,20 @@ class Dispatcher:
         for exchange in job.exchanges:
             if not exchange.done:
                 self._abort(exchange)
-            self._active.pop(exchange.request.request_id, None)
+            request = exchange.request
+            if self._active.pop(request.request_id, None) is not None:
+                self._num_of_key[request.fair_key] -= 1
+                if not self._num_of_key[request.fair_key]:
+                    del self._num_of_key[request.fair_key]
+
+    def _check_key(self, requests: Sequence[GenerateRequest]) -> None:
+        """Raises `KeyBusyError`: a key that fills the queue would shut out all others."""
+        limit = self._settings.most_of_a_key
+        if self._num_of_key[requests[0].fair_key] + len(requests) > limit:
+            raise KeyBusyError(
+                f"This API key has as many requests at work as it may have ({limit}). Try again shortly.",
+                retry_after_s=self._settings.retry_after_full_s,
+            )
 
     def _abort(self, exchange: Exchange) -> None:
         exchange.done = True

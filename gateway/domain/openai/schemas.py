@@ -21,6 +21,8 @@ from gateway.errors import BadRequestError
 
 MAX_CHOICES = 128
 MAX_PROMPTS = 128
+MAX_MESSAGES = 4096
+MAX_PARTS = 4096
 MAX_ALTERNATIVES = 20
 MAX_BIASES = 300
 MAX_STOP_TOKEN_IDS = 128
@@ -95,7 +97,10 @@ class ToolCall(_Body):
 
 Content = Annotated[
     Annotated[str, Tag("|string")]
-    | Annotated[Annotated[list[ContentPart], Field(min_length=1)], Tag("|list")],
+    | Annotated[
+        Annotated[list[ContentPart], Field(min_length=1, max_length=MAX_PARTS, fail_fast=True)],
+        Tag("|list"),
+    ],
     Discriminator(_string_or_list),
 ]
 
@@ -174,6 +179,8 @@ class GenerationBody(_Body):
     ) = None
     prompt_logprobs: Alternatives | None = None
     priority: Int64 | None = None
+    timeout: Annotated[float, Field(gt=0, le=_INT64_MAX)] | None = None
+    """Seconds, after which the request fails; more than the server's own limit is that limit."""
     skip_special_tokens: bool | None = None
     # Asked for by name and not possible yet: any value but a harmless one gets a 400.
     logits_processors: Any = None
@@ -234,7 +241,9 @@ class GenerationBody(_Body):
 
 
 class ChatCompletionRequest(GenerationBody):
-    messages: list[ChatMessage] = Field(min_length=1)
+    messages: Annotated[
+        list[ChatMessage], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)
+    ]
     max_completion_tokens: Count | None = None
     """Wins over `max_tokens`."""
     add_generation_prompt: bool | None = None

@@ -1,12 +1,14 @@
 """The completion endpoints: check, render, queue, answer."""
 
 import asyncio
+import math
 import time
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass
 
 from litestar.connection import Request
 from litestar.datastructures import State
+from litestar.exceptions import InternalServerException
 from litestar.response.base import ASGIResponse
 from litestar.types import ASGIApp
 
@@ -14,6 +16,7 @@ from gateway.directory import ServedModel, unknown_model
 from gateway.dispatch import Dispatcher, Job
 from gateway.domain.accounts.services import Principal
 from gateway.domain.openai.answers import collect
+from gateway.domain.openai.bodies import INLINE_BYTES, check_body, check_numbers
 from gateway.domain.openai.chunks import stream
 from gateway.domain.openai.events import Batch, events
 from gateway.domain.openai.plan import Plan
@@ -25,9 +28,15 @@ from gateway.domain.openai.schemas import (
     GenerationBody,
     ModelInfo,
 )
-from gateway.domain.openai.validation import parse
+from gateway.domain.openai.validation import B, parse
 from gateway.domain.system.services import Metrics, ModelMetrics
-from gateway.errors import BadRequestError, BodyTimeoutError, GatewayError
+from gateway.errors import (
+    BadRequestError,
+    BodyTimeoutError,
+    ClientGoneError,
+    EncodedBodyError,
+    GatewayError,
+)
 from gateway.settings import GatewaySettings
 from gateway.sse import EventStream
 from workers.protocol import GenerateRequest
@@ -36,12 +45,34 @@ HttpRequest = Request[None, Principal, State]
 
 
 async def read_body(request: HttpRequest, settings: GatewaySettings) -> bytes:
-    """Raises `BodyTimeoutError`."""
+    """Raises `BodyTimeoutError`, `EncodedBodyError`, `ClientGoneError`, and `BadRequestError` as `check_body`."""
+    if request.headers.get("content-encoding", "identity") != "identity":
+        raise EncodedBodyError(
+            "Send the body without a content-encoding.", param="content-encoding"
+        )
     try:
         async with asyncio.timeout(settings.body_timeout_s):
-            return await request.body()
+            body = await request.body()
     except TimeoutError as error:
         raise BodyTimeoutError("The body did not arrive in time.") from error
+    except InternalServerException as error:
+        # The framework's word for it.
+        raise ClientGoneError("The client left before its body had arrived.") from error
+    await check_body(body)
+    return body
+
+
+async def _parsed(kind: type[B], body: bytes) -> B:
+    """See `parse` and `check_numbers`."""
+    if len(body) > INLINE_BYTES:
+        return await asyncio.to_thread(_parse, kind, body)
+    return _parse(kind, body)
+
+
+def _parse(kind: type[B], body: bytes) -> B:
+    request = parse(kind, body)
+    check_numbers(body)
+    return request
 
 
 @dataclass(frozen=True)
@@ -69,7 +100,7 @@ class CompletionService:
     async def chat(self, request: HttpRequest) -> ASGIApp:
         """Answer /v1/chat/completions; everything a client can get wrong is raised before anything is queued."""
         started_s = time.monotonic()
-        body = parse(ChatCompletionRequest, await read_body(request, self._settings))
+        body = await _parsed(ChatCompletionRequest, await read_body(request, self._settings))
         plan, prompt = await self._prepare_chat(request, body, started_s)
         return await self._answer(request, body, plan, [prompt])
 
@@ -98,15 +129,15 @@ class CompletionService:
     async def complete(self, request: HttpRequest) -> ASGIApp:
         """Answer /v1/completions, one or many prompts."""
         started_s = time.monotonic()
-        body = parse(CompletionRequest, await read_body(request, self._settings))
+        body = await _parsed(CompletionRequest, await read_body(request, self._settings))
         served = self._dispatcher.lookup(body.model)
         _check_num_choices(served, body)
         inline_bytes = self._settings.inline_text_bytes
         prompts = await completion_prompts(served, body, request.headers, inline_bytes)
-        if len(prompts) > self._settings.queue_limit:
+        most = self._settings.most_of_a_key
+        if len(prompts) > most:
             raise BadRequestError(
-                f"Invalid 'prompt': at most {self._settings.queue_limit} prompts can be queued.",
-                param="prompt",
+                f"Invalid 'prompt': at most {most} prompts can be queued.", param="prompt"
             )
         plan = _plan(served, body, prompts, started_s)
         return await self._answer(request, body, plan, prompts)
@@ -157,10 +188,16 @@ class CompletionService:
     ) -> Job:
         requests = [self._generate_request(plan, body, prompt, request.auth) for prompt in prompts]
         try:
-            return await self._dispatcher.submit(requests, streaming=streaming)
+            return await self._dispatcher.submit(
+                requests, streaming=streaming, timeout_s=self._timeout_s(body)
+            )
         except GatewayError as error:
             self._metrics.of(plan.model).failed(error.code or "unknown")
             raise
+
+    def _timeout_s(self, body: GenerationBody) -> float:
+        """The client's, if that is less than the server's."""
+        return min(body.timeout or math.inf, self._settings.request_timeout_s)
 
     def _generate_request(
         self, plan: Plan, body: GenerationBody, prompt: Prompt, principal: Principal
@@ -175,7 +212,7 @@ class CompletionService:
             sampling=prompt.sampling,
             n=plan.num_candidates,
             created_s=now_s,
-            deadline_s=now_s + self._settings.request_timeout_s,
+            deadline_s=now_s + self._timeout_s(body),
             priority=body.priority or 0,
             script=prompt.script,
             gateway_id=self._dispatcher.gateway_id,
