@@ -42,8 +42,11 @@ class ChatTemplate:
         """`special_tokens` become variables (`bos_token` …). Raises `ChatTemplateError` if `source` is no template."""
         self._special_tokens = dict(special_tokens or {})
         self._has_developer_role = "developer" in source
+        self.source = source
         try:
             self._template = _environment().from_string(source)
+            self.knows_tools = "tools" in _names(source)
+            """Whether the template looks at the variable that holds them."""
         except jinja2.TemplateError as error:
             raise ChatTemplateError(f"the chat template cannot be compiled: {error}") from error
 
@@ -154,6 +157,11 @@ def _tojson(
     return json.dumps(
         value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
     )
+
+
+def _names(source: str) -> set[str]:
+    """Of all variables that a template reads."""
+    return {name.name for name in _environment().parse(source).find_all(nodes.Name)}
 
 
 @lru_cache(maxsize=1)

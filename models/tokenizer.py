@@ -64,6 +64,11 @@ class TextTokenizer:
         """The bytes of UTF-8 text that a token stands for, perhaps a part of a character; b"" for an unused id."""
         return self._pieces[token_id]
 
+    def token_id(self, token: str) -> int | None:
+        """The id of the one token that is written so in the vocabulary."""
+        token_id: int | None = self._tokenizer.token_to_id(token)
+        return token_id
+
     def is_special(self, token_id: int) -> bool:
         """Whether `skip_special_tokens` leaves it out of texts."""
         return token_id in self._pieces.special_ids

@@ -44,8 +44,8 @@ Part = Text | Reasoning | ToolCall | ToolArguments
 class PartParser(Protocol):
     """Of one choice. Text that may still become a mark of the model's format is held back."""
 
-    def feed(self, text: str) -> list[Part]:
-        """The parts that are certain now."""
+    def feed(self, text: str, num_tokens: int = 0) -> list[Part]:
+        """The parts that are certain now; `num_tokens` were generated for this text."""
         ...
 
     def finish(self) -> list[Part]:
@@ -55,4 +55,14 @@ class PartParser(Protocol):
     @property
     def has_calls(self) -> bool:
         """Whether a complete call was seen: a choice that stopped then ended because of it."""
+        ...
+
+    @property
+    def num_reasoning_tokens(self) -> int:
+        """Of the tokens so far, those that the model spent on thinking."""
+        ...
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether all that follows is one plain text: the parser need not be asked any more."""
         ...

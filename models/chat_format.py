@@ -1,0 +1,83 @@
+"""How a model writes what is more than text: calls of tools, and reasoning.
+
+Its chat template says it, as the template shows the model its own earlier calls and thoughts in the format
+that it was trained on. Where a template does not tell, a worker's settings do.
+"""
+
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from models.chat_templates import ChatTemplate
+from models.tokenizer import TextTokenizer
+
+ToolFormat = Literal["hermes", "llama3", "mistral", "json"]
+TOOL_FORMATS: tuple[ToolFormat, ...] = get_args(ToolFormat)
+REASONING_MARKS = {
+    "think": ("<think>", "</think>"),
+    "mistral": ("[THINK]", "[/THINK]"),
+    "seed": ("<seed:think>", "</seed:think>"),
+    "cohere": ("<|START_THINKING|>", "<|END_THINKING|>"),
+    "kimi": ("\u25c1think\u25b7", "\u25c1/think\u25b7"),
+}
+"""The marks around reasoning, by the names that settings use."""
+_TOOL_MARKS: tuple[tuple[str, ToolFormat], ...] = (
+    ("[TOOL_CALLS]", "mistral"),
+    ("<tool_call>", "hermes"),
+    ("<|python_tag|>", "llama3"),
+    ("<|start_header_id|>", "llama3"),
+)
+"""What a template that renders tools contains, and the format that it belongs to."""
+
+
+@dataclass(frozen=True)
+class ChatFormat:
+    tools: ToolFormat
+    """Hermes' where the template knows no tools: then the model is told that format in words."""
+    reasoning: tuple[str, str] | None
+    """Opening and closing mark; None for a model that does not reason."""
+    has_special_marks: bool = False
+    """A mark is a special token of the vocabulary, so answers must be decoded with those."""
+
+
+def chat_format(
+    template: ChatTemplate | None,
+    tokenizer: TextTokenizer,
+    tool_parser: str = "",
+    reasoning_parser: str = "",
+) -> ChatFormat:
+    """`tool_parser` and `reasoning_parser` are names of formats ("none" for no reasoning), or "" to look."""
+    tools = _tool_format(template, tool_parser)
+    marks = _reasoning(template, tokenizer, reasoning_parser)
+    spelled = [mark for mark, name in _TOOL_MARKS if name == tools] + list(marks or ())
+    return ChatFormat(
+        tools=tools,
+        reasoning=marks,
+        has_special_marks=any(_is_special(tokenizer, mark) for mark in spelled),
+    )
+
+
+def _tool_format(template: ChatTemplate | None, given: str) -> ToolFormat:
+    for name in TOOL_FORMATS:
+        if name == given:
+            return name
+    if template is None or not template.knows_tools:
+        return "hermes"
+    return next((name for mark, name in _TOOL_MARKS if mark in template.source), "json")
+
+
+def _reasoning(
+    template: ChatTemplate | None, tokenizer: TextTokenizer, given: str
+) -> tuple[str, str] | None:
+    if given:
+        return REASONING_MARKS.get(given)
+    for marks in REASONING_MARKS.values():
+        in_vocabulary = all(tokenizer.token_id(mark) is not None for mark in marks)
+        # Many templates name the closing mark alone, to cut old thoughts off.
+        if in_vocabulary or template is not None and marks[1] in template.source:
+            return marks
+    return None
+
+
+def _is_special(tokenizer: TextTokenizer, mark: str) -> bool:
+    token_id = tokenizer.token_id(mark)
+    return token_id is not None and tokenizer.is_special(token_id)
