@@ -174,3 +174,33 @@ async def test_the_deadline_holds_for_silent_and_for_busy_answers(tmp_path: Path
     assert list(texts(await job.take(30))) == ["a"]
     with pytest.raises(RequestTimeoutError):
         await job.take(30)
+
+
+async def test_texts_that_nobody_takes_are_put_together(dispatcher: Dispatcher):
+    job = job_of(dispatcher, streaming=True)
+    for number in range(5000):
+        job.exchanges[0].offer("w", delta(number, "a"))
+    job.exchanges[0].offer("w", delta(5000, "b", last=True))
+    items = await job.take(1.0)
+    assert len(items) < 1000
+    assert "".join(item[1].text for item in items if item[1] is not None) == "a" * 5000 + "b"
+    assert sum(item[1].num_tokens for item in items if item[1] is not None) == 5001
+
+
+async def test_a_stream_that_is_not_read_does_not_grow_for_ever(dispatcher: Dispatcher):
+    job = job_of(dispatcher, streaming=True)
+    scored = (TokenLogprobs(token_id=1, logprob=-1.0),)
+    for number in range(20_000):
+        one = msgspec.structs.replace(delta(number, "a"), logprobs=scored)
+        job.exchanges[0].offer("w", one)
+    with pytest.raises(ClientGoneError):
+        await job.take(1.0)
+
+
+async def test_a_whole_answer_may_be_long(dispatcher: Dispatcher):
+    job = job_of(dispatcher, streaming=False)
+    scored = (TokenLogprobs(token_id=1, logprob=-1.0),)
+    for number in range(20_000):
+        one = msgspec.structs.replace(delta(number, "a"), logprobs=scored)
+        job.exchanges[0].offer("w", one)
+    assert len(await job.take(1.0)) == 20_000
