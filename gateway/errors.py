@@ -20,6 +20,7 @@ GatewayError                      carries HTTP status, type, code, param
 │   └── KeyBusyError         429  this API key has as many requests as it may
 ├── ServerError              500
 │   ├── EngineError          500  the model failed on this request
+│   │   └── RefusedError     400  the model cannot do what the field `param` wants
 │   └── AnswerLostError      500  the worker died after part of the answer was sent
 ├── UnavailableError         503  no ready worker, or Redis is down; with Retry-After
 └── RequestTimeoutError      504
@@ -146,6 +147,12 @@ class ServerError(GatewayError):
 
 class EngineError(ServerError):
     code = "engine_error"
+
+
+class RefusedError(EngineError):
+    status = 400
+    type = "invalid_request_error"
+    code = "invalid_value"
 
 
 class AnswerLostError(ServerError):

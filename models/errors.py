@@ -8,7 +8,8 @@ ModelError
 ├── UnsupportedModelError  the files are whole, but this model cannot be served
 │   └── NoTokenizerError   the model has no tokenizer, and one is needed now
 ├── StorageError           no room, no permission, or a read-only disk
-└── ChatTemplateError      the model's chat template cannot be read, or refuses these messages
+├── ChatTemplateError      the model's chat template cannot be read, or refuses these messages
+└── GrammarError           a grammar cannot be read, is impossible, too large or too slow
 """
 
 
@@ -45,4 +46,8 @@ class StorageError(ModelError):
 
 
 class ChatTemplateError(ModelError):
+    pass
+
+
+class GrammarError(ModelError):
     pass

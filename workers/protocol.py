@@ -83,6 +83,8 @@ class Grammar(msgspec.Struct, array_like=True, frozen=True):
     kind: Literal["json_schema", "regex", "lark"]
     """`lark` is llguidance's dialect of it."""
     text: str
+    param: str = ""
+    """The field of the request's body that it comes from."""
 
 
 class SamplingParams(msgspec.Struct, array_like=True, frozen=True, kw_only=True):
@@ -197,6 +199,8 @@ class OutputDelta(msgspec.Struct, array_like=True, frozen=True, kw_only=True):
     """One for each of the `num_tokens` tokens, if the request asked for them."""
     prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
     """On the first delta of choice 0, if asked for: one for each prompt token, None for the first."""
+    param: str | None = None
+    """With `error`: the field of the body that is at fault; None if the engine is."""
 
 
 class StepDeltas(msgspec.Struct, array_like=True, frozen=True, kw_only=True):

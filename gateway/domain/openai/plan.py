@@ -14,7 +14,7 @@ from gateway.domain.openai.logprobs import (
 )
 from gateway.domain.openai.parts import PartParser
 from gateway.domain.system.services import ModelMetrics
-from gateway.errors import EngineError, GatewayError
+from gateway.errors import EngineError, GatewayError, RefusedError
 from models.tokenizer import TextTokenizer
 from workers.protocol import FinishReason, OutputDelta, Usage
 
@@ -101,7 +101,10 @@ class Ledger:
     def note(self, exchange: Exchange, delta: OutputDelta) -> None:
         """Raises `EngineError` if the worker ended the choice with an error or an abort of its own."""
         if delta.finish_reason in (FinishReason.ERROR, FinishReason.ABORT):
-            raise EngineError(delta.error or "The server stopped working on this request.")
+            sentence = delta.error or "The server stopped working on this request."
+            if delta.param is not None:
+                raise RefusedError(f"Invalid '{delta.param}': {sentence}", param=delta.param)
+            raise EngineError(sentence)
         if delta.usage is not None:
             self._usages[exchange.index] = delta.usage
         if delta.num_tokens and (self._streaming or not self._last_s):

@@ -5,7 +5,7 @@ import json
 import re
 import uuid
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import msgspec
@@ -21,7 +21,7 @@ from gateway.domain.openai.schemas import (
 from gateway.errors import BadRequestError, ContextLengthError
 from models.chat_templates import RESERVED_VARIABLES, ChatTemplate
 from models.errors import ChatTemplateError
-from workers.protocol import SamplingParams
+from workers.protocol import Grammar, SamplingParams
 
 Headers = Mapping[str, str]
 _WORD = re.compile(r"\s*\S+\s*")
@@ -35,6 +35,12 @@ class Prompt:
     """For the scripted engine only."""
     echo: Echo | None = None
     """Only if the answer is to begin with the prompt."""
+
+    def bound_to(self, grammar: Grammar | None) -> "Prompt":
+        """The same with an answer that must match `grammar`."""
+        if grammar is None:
+            return self
+        return replace(self, sampling=msgspec.structs.replace(self.sampling, grammar=grammar))
 
 
 async def chat_prompt(

@@ -17,6 +17,13 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
+from gateway.domain.openai.formats import (
+    Choices,
+    Pattern,
+    ResponseFormat,
+    SchemaOrText,
+    StructuredOutputs,
+)
 from gateway.errors import BadRequestError
 
 MAX_CHOICES = 128
@@ -182,13 +189,15 @@ class GenerationBody(_Body):
     timeout: Annotated[float, Field(gt=0, le=_INT64_MAX)] | None = None
     """Seconds, after which the request fails; more than the server's own limit is that limit."""
     skip_special_tokens: bool | None = None
+    # What the answer must match: one of these.
+    response_format: ResponseFormat | None = None
+    guided_json: SchemaOrText | None = None
+    guided_regex: Pattern | None = None
+    guided_choice: Choices | None = None
+    guided_grammar: Pattern | None = None
+    structured_outputs: StructuredOutputs | None = None
     # Asked for by name and not possible yet: any value but a harmless one gets a 400.
     logits_processors: Any = None
-    guided_json: Any = None
-    guided_regex: Any = None
-    guided_choice: Any = None
-    guided_grammar: Any = None
-    structured_outputs: Any = None
     bad_words: list[Any] | None = None
     allowed_token_ids: Any = None
     truncate_prompt_tokens: Any = None
@@ -257,7 +266,6 @@ class ChatCompletionRequest(GenerationBody):
     parallel_tool_calls: bool | None = None
     functions: list[dict[str, Any]] | None = None
     function_call: Any = None
-    response_format: Any = None
     modalities: Any = None
     audio: dict[str, Any] | None = None
     web_search_options: Any = None
@@ -292,7 +300,6 @@ class CompletionRequest(GenerationBody):
     """0 goes with `echo` alone: the prompt is scored and nothing generated."""
     logprobs: Alternatives | None = None
     suffix: str | None = None
-    response_format: Any = None
 
     @field_validator("prompt")
     @classmethod

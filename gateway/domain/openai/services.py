@@ -19,6 +19,7 @@ from gateway.domain.openai.answers import collect
 from gateway.domain.openai.bodies import INLINE_BYTES, check_body, check_numbers
 from gateway.domain.openai.chunks import stream
 from gateway.domain.openai.events import Batch, events
+from gateway.domain.openai.grammars import asked_grammar
 from gateway.domain.openai.plan import Plan
 from gateway.domain.openai.prompts import Prompt, chat_prompt, completion_prompts, new_request_id
 from gateway.domain.openai.schemas import (
@@ -123,7 +124,9 @@ class CompletionService:
         served = self._dispatcher.lookup(body.model)
         _check_num_choices(served, body)
         inline_bytes = self._settings.inline_text_bytes
+        grammar = await asked_grammar(body)
         prompt = await chat_prompt(served, body, request.headers, inline_bytes)
+        prompt = prompt.bound_to(grammar)
         return _plan(served, body, [prompt], started_s), prompt
 
     async def complete(self, request: HttpRequest) -> ASGIApp:
@@ -133,7 +136,9 @@ class CompletionService:
         served = self._dispatcher.lookup(body.model)
         _check_num_choices(served, body)
         inline_bytes = self._settings.inline_text_bytes
+        grammar = await asked_grammar(body)
         prompts = await completion_prompts(served, body, request.headers, inline_bytes)
+        prompts = [prompt.bound_to(grammar) for prompt in prompts]
         most = self._settings.most_of_a_key
         if len(prompts) > most:
             raise BadRequestError(

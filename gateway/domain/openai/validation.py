@@ -20,16 +20,11 @@ def _one_of(*values: object) -> Harmless:
     return lambda value: any(value is item or value == item for item in values)
 
 
-def _is_text_format(value: object) -> bool:
-    return isinstance(value, dict) and value.get("type") == "text"
-
-
 _UNSUPPORTED: dict[str, Harmless] = {
     # Field: the values that ask for nothing we cannot do. null is always one.
     "tool_choice": _one_of("none", "auto"),
     "functions": _is_falsy,
     "function_call": _one_of("none", "auto"),
-    "response_format": _is_text_format,
     "modalities": _one_of(["text"]),
     "audio": _is_falsy,
     "service_tier": _one_of("auto", "default"),
@@ -51,11 +46,6 @@ _UNSUPPORTED: dict[str, Harmless] = {
             "chat_template",
             "mm_processor_kwargs",
             "logits_processors",
-            "guided_json",
-            "guided_regex",
-            "guided_choice",
-            "guided_grammar",
-            "structured_outputs",
             "allowed_token_ids",
             "truncate_prompt_tokens",
         ),

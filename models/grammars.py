@@ -1,0 +1,112 @@
+"""Grammars that answers must match, compiled: llguidance behind one door, for the check and for engines.
+
+A grammar is a JSON schema, a regular expression, or llguidance's dialect of Lark. Nearly everything that a
+hostile one could blow up has a limit here; time and the stack have not: see `models.grammar_check`.
+"""
+
+import re
+from collections.abc import Iterable
+
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
+
+from models.errors import GrammarError
+from models.grammar_texts import MAX_TEXT_BYTES
+
+_LIMITS = LLParserLimits(
+    max_items_in_row=2_000,
+    initial_lexer_fuel=200_000,
+    step_lexer_fuel=50_000,
+    step_max_items=10_000,
+    max_lexer_states=20_000,
+    max_grammar_size=100_000,
+    precompute_large_lexemes=False,
+    verbose_errors=False,
+)
+_SPECIAL = re.compile(r"<[^<>\s\"\[\]]{1,64}>")
+_NUM_BYTES = 256
+
+
+def model_vocabulary(tokenizer_json: str, vocab_size: int, end_ids: Iterable[int]) -> LLTokenizer:
+    """Of a model whose logits are `vocab_size` wide. Takes a second or so. Raises `GrammarError`."""
+    try:
+        return LLTokenizer(tokenizer_json, n_vocab=vocab_size, eos_token=sorted(end_ids))
+    except ValueError as error:
+        raise GrammarError(f"this model's vocabulary cannot be constrained: {error}") from error
+
+
+def byte_vocabulary(text: str) -> LLTokenizer:
+    """A token for each byte, and one for each special token that a Lark text may name."""
+    special = sorted(set(_SPECIAL.findall(text)))
+    return LLTokenizer(TokenizerWrapper(_Bytes(special)), slices=[])
+
+
+def compiled(kind: str, text: str, vocabulary: LLTokenizer) -> LLMatcher:
+    """A matcher at its start whose first mask is known. Raises `GrammarError`, a sentence for the client."""
+    if len(text.encode()) > MAX_TEXT_BYTES:
+        raise GrammarError(f"it has more than {MAX_TEXT_BYTES} bytes.")
+    matcher = LLMatcher(vocabulary, _source(kind, text), limits=_LIMITS, log_level=0)
+    if not matcher.is_error():
+        matcher.compute_bitmask()
+    if matcher.is_error():
+        raise GrammarError(explained(matcher))
+    if matcher.is_stopped() and not matcher.is_accepting():
+        raise GrammarError("nothing matches it.")
+    return matcher
+
+
+def check(kind: str, text: str) -> str | None:
+    """What is wrong with a grammar, whatever the model; None if it can be matched."""
+    try:
+        compiled(kind, text, byte_vocabulary(text if kind == "lark" else ""))
+    except GrammarError as error:
+        return str(error)
+    return None
+
+
+def explained(matcher: LLMatcher) -> str:
+    """Why a matcher failed, as a sentence."""
+    error = matcher.get_error()
+    if error.startswith("NoExtension"):
+        return "nothing matches it."
+    first = error.split("\n<non-verbose/>")[0].strip()
+    return " ".join(first.split())[:300] or "it is no grammar."
+
+
+def _source(kind: str, text: str) -> str:
+    """What llguidance takes."""
+    try:
+        if kind == "json_schema":
+            return LLMatcher.grammar_from_json_schema(text)
+        if kind == "regex":
+            return LLMatcher.grammar_from_regex(text)
+        return LLMatcher.grammar_from_lark(_lark(text))
+    except (ValueError, RecursionError) as error:
+        raise GrammarError(f"it cannot be read: {error}"[:300]) from error
+
+
+def _lark(text: str) -> str:
+    """Other servers take GBNF, which has `::=`."""
+    if "::=" not in text:
+        return text
+    # Seldom needed, and rather long.
+    from llguidance.gbnf_to_lark import GbnfToLarkError, any_to_lark
+
+    try:
+        return any_to_lark(text)
+    except GbnfToLarkError as error:
+        raise GrammarError(f"it cannot be read: {error}"[:300]) from error
+
+
+class _Bytes:
+    """What `TokenizerWrapper` asks for."""
+
+    bos_token_id = None
+    eos_token_id = _NUM_BYTES
+
+    def __init__(self, special: list[str]) -> None:
+        names = ["<|end|>", *(name for name in special if name != "<|end|>")]
+        self.tokens = [bytes([i]) for i in range(_NUM_BYTES)] + [name.encode() for name in names]
+        self.special_token_ids = list(range(_NUM_BYTES, len(self.tokens)))
+
+    def __call__(self, text: bytes) -> list[int]:
+        return list(text)
