@@ -26,6 +26,7 @@ from gateway.domain.messages.controllers import MessageController
 from gateway.domain.messages.errors import messages_error_response
 from gateway.domain.messages.services import MessageService
 from gateway.domain.openai.controllers import OpenAIController, TokenController
+from gateway.domain.openai.replays import Replays
 from gateway.domain.openai.services import CompletionService
 from gateway.domain.openai.tokenization import TokenizationService
 from gateway.domain.responses.controllers import ResponseController
@@ -66,6 +67,7 @@ def create_app(settings: GatewaySettings) -> Litestar:
     completions = CompletionService(settings, dispatcher, metrics)
     tokenization = TokenizationService(settings, dispatcher)
     messages = MessageService(settings, dispatcher, completions)
+    replays = Replays(settings, dispatcher.gateway_id)
     stored = ResponseStore(settings)
     responses = ResponseService(settings, completions, stored, dispatcher.gateway_id)
 
@@ -77,6 +79,7 @@ def create_app(settings: GatewaySettings) -> Litestar:
             yield
         finally:
             await responses.stop()
+            await replays.stop()
             await stored.close()
             await dispatcher.stop()
             await database.close()
@@ -97,6 +100,7 @@ def create_app(settings: GatewaySettings) -> Litestar:
             "dispatcher": Provide(lambda: dispatcher, sync_to_thread=False),
             "messages": Provide(lambda: messages, sync_to_thread=False),
             "metrics": Provide(lambda: metrics, sync_to_thread=False),
+            "replays": Provide(lambda: replays, sync_to_thread=False),
             "responses": Provide(lambda: responses, sync_to_thread=False),
             "tokenization": Provide(lambda: tokenization, sync_to_thread=False),
         },

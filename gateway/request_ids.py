@@ -13,6 +13,7 @@ logger = logging.getLogger(__name__)
 
 _CLEAN = re.compile(rb"[\x21-\x7e]{1,128}")
 _STATE = "tpugate_request_id"
+_FAILED = "tpugate_has_failed"
 
 
 def new_request_id() -> bytes:
@@ -30,6 +31,7 @@ def request_id(scope: Scope) -> bytes:
 
 def log_failure(scope: Scope, error: GatewayError) -> None:
     """The line of the log that the request id of a failed answer leads to; with the trace of an unexpected error."""
+    scope["state"][_FAILED] = True
     logger.error(
         "request %s to %.100s failed: %s (%s)",
         request_id(scope).decode(),
@@ -38,3 +40,8 @@ def log_failure(scope: Scope, error: GatewayError) -> None:
         error.code,
         exc_info=error.__cause__,
     )
+
+
+def has_failed(scope: Scope) -> bool:
+    """Whether the log has a failure of this request."""
+    return _FAILED in scope["state"]

@@ -41,6 +41,10 @@ class GatewaySettings(BaseModel):
     key_limit: int | None = Field(default=None, ge=1)
     """Requests of one API key that may be queued or running at this gateway; None is half of `queue_limit`."""
     request_timeout_s: float = Field(default=600.0, gt=0)
+    idempotency_ttl_s: float = Field(default=3600.0, gt=0)
+    """How long the answer to a request with an Idempotency-Key is kept."""
+    idempotency_grace_s: float = Field(default=30.0, ge=0)
+    """How long such a request goes on after its client has left."""
     no_worker_timeout_s: float = Field(default=60.0, gt=0)
     """How long a queued request waits for a worker to come back after the last one died."""
     ping_interval_s: float = Field(default=10.0, gt=0)

@@ -45,6 +45,7 @@ _MEANINGS = {
     408: "The body took too long to arrive",
     409: "The request is at odds with another one",
     413: "The body is too large",
+    415: "The body has a content-encoding",
     422: "The request cannot be served as it is",
     429: "Too many requests; try again later",
     500: "The server failed on this request",
@@ -78,9 +79,9 @@ class Errors:
 NO_ERRORS = Errors(frozenset())
 READ_ERRORS = Errors(frozenset({401, 500}))
 ADMIN_ERRORS = Errors(READ_ERRORS.statuses | {400, 403, 404, 413})
-BODY_ERRORS = Errors(READ_ERRORS.statuses | {400, 404, 408, 413, 503})
+BODY_ERRORS = Errors(READ_ERRORS.statuses | {400, 404, 408, 413, 415, 503})
 """Of routes that read a body and look up a model."""
-GENERATION_ERRORS = Errors(BODY_ERRORS.statuses | {429, 504})
+GENERATION_ERRORS = Errors(BODY_ERRORS.statuses | {422, 429, 504})
 """Of routes that queue work for a worker as well."""
 
 

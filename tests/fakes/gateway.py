@@ -83,13 +83,21 @@ class GatewayUnderTest(ProcessUnderTest):
 class LeavingClient:
     """Sends one chat request over a bare socket and may leave at any time."""
 
-    def __init__(self, gateway: GatewayUnderTest, *, script: Iterable[bytes], **body: Any) -> None:
+    def __init__(
+        self,
+        gateway: GatewayUnderTest,
+        *,
+        script: Iterable[bytes],
+        headers: dict[str, str] | None = None,
+        **body: Any,
+    ) -> None:
         content = json.dumps(chat_body(**body)).encode()
         headers = {
             "host": "test",
             "authorization": f"Bearer {ADMIN_KEY}",
             "content-length": str(len(content)),
             **script_header(script),
+            **(headers or {}),
         }
         lines = [f"{name}: {value}" for name, value in headers.items()]
         head = "\r\n".join(["POST /v1/chat/completions HTTP/1.1", *lines, "", ""])

@@ -5,6 +5,7 @@ from litestar.types import ASGIApp
 
 from gateway.domain.accounts.guards import requires_key
 from gateway.domain.openai.answer_schemas import ChatCompletion, Completion
+from gateway.domain.openai.replays import Replays
 from gateway.domain.openai.schemas import (
     ChatCompletionRequest,
     CompletionRequest,
@@ -50,9 +51,9 @@ class OpenAIController(Controller):
         summary="Answer a conversation; JSON, or server-sent events with stream: true",
     )
     async def create_chat_completion(
-        self, request: HttpRequest, completions: CompletionService
+        self, request: HttpRequest, completions: CompletionService, replays: Replays
     ) -> ASGIApp:
-        return await completions.chat(request)
+        return await replays.answer(request, completions.chat)
 
     @post(
         "/completions",
@@ -67,9 +68,9 @@ class OpenAIController(Controller):
         summary="Continue one or more texts",
     )
     async def create_completion(
-        self, request: HttpRequest, completions: CompletionService
+        self, request: HttpRequest, completions: CompletionService, replays: Replays
     ) -> ASGIApp:
-        return await completions.complete(request)
+        return await replays.answer(request, completions.complete)
 
     @get(
         "/models",
