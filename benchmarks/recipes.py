@@ -1,5 +1,6 @@
 """The servers that are compared, each with the settings that are fair to it."""
 
+import json
 import sys
 from pathlib import Path
 
@@ -51,4 +52,31 @@ def vllm(model: str, model_dir: Path, venv: Path, num_cores: int) -> Recipe:
             "VLLM_CPU_KVCACHE_SPACE": "2",
             "HF_HUB_OFFLINE": "1",
         },
+    )
+
+
+def instant_upstream() -> Recipe:
+    port = free_port()
+    command = [sys.executable, "-m", "uvicorn", "benchmarks.instant_upstream:app"]
+    command += ["--host", "127.0.0.1", "--port", str(port), "--log-level", "warning"]
+    url = f"http://127.0.0.1:{port}"
+    return Recipe(name="upstream", command=command, url=url, ready_path="/", environment={})
+
+
+def litellm(upstream_url: str, venv: Path, folder: Path) -> Recipe:
+    """LiteLLM's proxy, one process, with a master key and without a database; its configuration in `folder`."""
+    port = free_port()
+    config = folder / "litellm.json"  # YAML is a superset of JSON
+    parameters = {"model": "openai/instant", "api_base": f"{upstream_url}/v1", "api_key": "none"}
+    models = [{"model_name": "instant", "litellm_params": parameters}]
+    config.write_text(json.dumps({"model_list": models}), encoding="utf-8")
+    command = [str(venv / "bin" / "litellm"), "--config", str(config)]
+    command += ["--host", "127.0.0.1", "--port", str(port)]
+    return Recipe(
+        name="litellm",
+        command=command,
+        url=f"http://127.0.0.1:{port}",
+        ready_path="/health/liveliness",
+        environment={"LITELLM_MASTER_KEY": ADMIN_KEY, "LITELLM_LOCAL_MODEL_COST_MAP": "True"},
+        api_key=ADMIN_KEY,
     )
