@@ -100,7 +100,6 @@ def create_app(settings: GatewaySettings) -> Litestar:
             "dispatcher": Provide(lambda: dispatcher, sync_to_thread=False),
             "messages": Provide(lambda: messages, sync_to_thread=False),
             "metrics": Provide(lambda: metrics, sync_to_thread=False),
-            "replays": Provide(lambda: replays, sync_to_thread=False),
             "responses": Provide(lambda: responses, sync_to_thread=False),
             "tokenization": Provide(lambda: tokenization, sync_to_thread=False),
         },
@@ -112,6 +111,7 @@ def create_app(settings: GatewaySettings) -> Litestar:
     )
     app.state["accounts"] = accounts
     app.state["dispatcher"] = dispatcher
+    app.state["replays"] = replays
     return app
 
 

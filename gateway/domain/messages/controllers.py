@@ -14,7 +14,7 @@ from gateway.domain.messages.schemas import (
     TokenCount,
 )
 from gateway.domain.messages.services import MessageService
-from gateway.domain.openai.replays import Replays
+from gateway.domain.openai.replays import answered_once
 from gateway.domain.openai.services import HttpRequest
 from gateway.openapi.operations import BODY_ERRORS, GENERATION_ERRORS, operation
 
@@ -41,10 +41,8 @@ class MessageController(Controller):
         ),
         summary="Answer a conversation, in Anthropic's words",
     )
-    async def create_message(
-        self, request: HttpRequest, messages: MessageService, replays: Replays
-    ) -> ASGIApp:
-        return await replays.answer(request, messages.create)
+    async def create_message(self, request: HttpRequest, messages: MessageService) -> ASGIApp:
+        return await answered_once(request, messages.create)
 
     @post(
         "/count_tokens",

@@ -5,7 +5,7 @@ from litestar.types import ASGIApp
 
 from gateway.domain.accounts.guards import requires_key
 from gateway.domain.openai.answer_schemas import ChatCompletion, Completion
-from gateway.domain.openai.replays import Replays
+from gateway.domain.openai.replays import answered_once
 from gateway.domain.openai.schemas import (
     ChatCompletionRequest,
     CompletionRequest,
@@ -51,9 +51,9 @@ class OpenAIController(Controller):
         summary="Answer a conversation; JSON, or server-sent events with stream: true",
     )
     async def create_chat_completion(
-        self, request: HttpRequest, completions: CompletionService, replays: Replays
+        self, request: HttpRequest, completions: CompletionService
     ) -> ASGIApp:
-        return await replays.answer(request, completions.chat)
+        return await answered_once(request, completions.chat)
 
     @post(
         "/completions",
@@ -68,9 +68,9 @@ class OpenAIController(Controller):
         summary="Continue one or more texts",
     )
     async def create_completion(
-        self, request: HttpRequest, completions: CompletionService, replays: Replays
+        self, request: HttpRequest, completions: CompletionService
     ) -> ASGIApp:
-        return await replays.answer(request, completions.complete)
+        return await answered_once(request, completions.complete)
 
     @get(
         "/models",

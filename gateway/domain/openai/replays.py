@@ -12,6 +12,7 @@ import time
 import zlib
 from collections.abc import Awaitable, Callable
 from importlib.resources import files
+from typing import cast
 
 import msgspec
 from litestar.types import ASGIApp
@@ -46,6 +47,18 @@ _MAX_BYTES = 256 * 1024
 """Of one answer, compressed."""
 
 Handler = Callable[[HttpRequest], Awaitable[ASGIApp]]
+
+
+async def answered_once(request: HttpRequest, handler: Handler) -> ASGIApp:
+    """What `handler` answers; if the request has a name that was used before, what it answered then.
+
+    Raises `BadRequestError`, `IdempotencyError`, `UnavailableError`, `RequestTimeoutError`, and what `handler` raises.
+    """
+    if HEADER not in request.headers:
+        return await handler(request)
+    # Not injected: the framework would start a group of tasks for every request with two dependencies.
+    replays = cast(Replays, request.app.state["replays"])
+    return await replays.answer(request, handler)
 
 
 class _Answer(msgspec.Struct, array_like=True, frozen=True):
@@ -87,13 +100,8 @@ class Replays:
         await self._redis.aclose()
 
     async def answer(self, request: HttpRequest, handler: Handler) -> ASGIApp:
-        """What `handler` answers; if the request has a name that was used before, what it answered then.
-
-        Raises `BadRequestError`, `IdempotencyError`, `UnavailableError`, `RequestTimeoutError`, and what `handler` raises.
-        """
-        given = request.headers.get(HEADER)
-        if given is None:
-            return await handler(request)
+        """See `answered_once`; the request has the header."""
+        given = request.headers[HEADER]
         if _NAME.fullmatch(given) is None:
             raise BadRequestError(
                 f"Invalid header '{HEADER}': 1 to 255 printable ASCII characters are wanted.",

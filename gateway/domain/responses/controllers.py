@@ -7,7 +7,7 @@ from litestar.params import Parameter
 from litestar.types import ASGIApp
 
 from gateway.domain.accounts.guards import requires_key
-from gateway.domain.openai.replays import Replays
+from gateway.domain.openai.replays import answered_once
 from gateway.domain.openai.services import HttpRequest
 from gateway.domain.openai.validation import unsupported
 from gateway.domain.responses.schemas import (
@@ -39,10 +39,8 @@ class ResponseController(Controller):
         ),
         summary="Answer an input of items; whole, streamed or in the background",
     )
-    async def create_response(
-        self, request: HttpRequest, responses: ResponseService, replays: Replays
-    ) -> ASGIApp:
-        return await replays.answer(request, responses.create)
+    async def create_response(self, request: HttpRequest, responses: ResponseService) -> ASGIApp:
+        return await answered_once(request, responses.create)
 
     @get(
         "/{response_id:str}",
