@@ -73,14 +73,26 @@ class MessageDraft:
         return self._envelope(self._content, self._stop_reason(), self._finish.stop_string)
 
     def end(self) -> bytes:
-        delta = {"stop_reason": self._stop_reason(), "stop_sequence": self._finish.stop_string}
+        delta = {
+            "stop_reason": self._stop_reason(),
+            "stop_sequence": self._finish.stop_string,
+            "stop_details": None,
+            "container": None,
+        }
         last = _event("message_delta", {"delta": delta, "usage": self._usage_fields()})
         return last + _event("message_stop", {})
 
     def _add(self, part: Part) -> list[bytes]:
         if isinstance(part, ToolCall):
             return self._open(
-                "input", {"type": "tool_use", "id": part.id, "name": part.name, "input": {}}
+                "input",
+                {
+                    "type": "tool_use",
+                    "id": part.id,
+                    "name": part.name,
+                    "input": {},
+                    "caller": {"type": "direct"},
+                },
             )
         if not part.text:
             return []
@@ -92,8 +104,8 @@ class MessageDraft:
             field = "thinking"
         if self._growing != field:
             assert not isinstance(part, ToolArguments), "a call begins before its arguments"
-            block = {"type": field, field: ""}
-            opened = self._open(field, block | ({"signature": ""} if field == "thinking" else {}))
+            rest = {"signature": ""} if field == "thinking" else {"citations": None}
+            opened = self._open(field, {"type": field, field: "", **rest})
         self._pieces.append(part.text)
         kind = "input_json" if field == "input" else field
         delta = {"type": f"{kind}_delta", _KINDS[field]: part.text}
@@ -135,16 +147,24 @@ class MessageDraft:
             "content": content,
             "stop_reason": reason,
             "stop_sequence": sequence,
+            "stop_details": None,
+            "container": None,
             "usage": self._usage_fields(),
         }
 
-    def _usage_fields(self) -> dict[str, int]:
+    def _usage_fields(self) -> dict[str, int | str | None]:
         usage = self._usage
         return {
             "input_tokens": usage.prompt_tokens - usage.cached_tokens,
             "cache_creation_input_tokens": 0,
             "cache_read_input_tokens": usage.cached_tokens,
             "output_tokens": usage.completion_tokens,
+            # Required by the published specification, and of nothing that is here.
+            "cache_creation": None,
+            "inference_geo": None,
+            "output_tokens_details": None,
+            "server_tool_use": None,
+            "service_tier": "standard",
         }
 
 
