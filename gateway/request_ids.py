@@ -7,7 +7,7 @@ from typing import cast
 
 from litestar.types import Scope
 
-from gateway.errors import GatewayError
+from gateway.errors import GatewayError, ServerError
 
 logger = logging.getLogger(__name__)
 
@@ -38,7 +38,8 @@ def log_failure(scope: Scope, error: GatewayError) -> None:
         scope["path"],
         error.message,
         error.code,
-        exc_info=error.__cause__,
+        # What is expected to fail has its own words; a trace may hold what is nobody's business.
+        exc_info=error.__cause__ if type(error) is ServerError else None,
     )
 
 

@@ -1,10 +1,13 @@
 """The requests that this worker has claimed and not finished."""
 
 import asyncio
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import chain
 from typing import NamedTuple
 
-from workers.protocol import GenerateRequest
+import msgspec
+
+from workers.protocol import GenerateRequest, OutputDelta
 
 
 class Entry(NamedTuple):
@@ -23,6 +26,35 @@ class Claim:
     """Usually one; more if the gateway enqueued the request again after an outage of Redis."""
     num_deltas: int = 0
     """Deltas handed to the publisher; 0 means that no gateway has heard of the request from here."""
+    held: dict[int, list[OutputDelta]] = field(default_factory=dict)
+    """By choice, of a request whose answer is read at its end."""
+
+    def to_publish(self, delta: OutputDelta) -> OutputDelta | None:
+        """What the gateway is to hear now; None if that can wait.
+
+        Where nobody reads before the end, a choice's deltas become one. The very first goes out at once: it
+        says who answers, and when the answer began.
+        """
+        if self.request.whole:
+            if self.num_deltas and delta.finish_reason is None:
+                self.held.setdefault(delta.choice, []).append(delta)
+                return None
+            delta = _joined([*self.held.pop(delta.choice, ()), delta], self.num_deltas)
+        self.num_deltas += 1
+        return delta
+
+
+def _joined(deltas: list[OutputDelta], seq: int) -> OutputDelta:
+    """One for all of them, which are a choice's and follow each other."""
+    scored = [delta.logprobs for delta in deltas if delta.logprobs is not None]
+    return msgspec.structs.replace(
+        deltas[-1],
+        seq=seq,
+        text="".join(delta.text for delta in deltas),
+        num_tokens=sum(delta.num_tokens for delta in deltas),
+        logprobs=tuple(chain.from_iterable(scored)) if scored else None,
+        prompt_logprobs=deltas[0].prompt_logprobs,
+    )
 
 
 class Claims:

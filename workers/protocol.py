@@ -145,6 +145,8 @@ class GenerateRequest(msgspec.Struct, array_like=True, frozen=True, kw_only=True
     """Cached prefixes are shared between requests of equal salt only: one for each organisation."""
     fair_key: str = ""
     """Whose request it is (an API key's id): waiting requests of different keys take turns."""
+    whole: bool = False
+    """The answer is read at its end: deltas between a choice's first and last may be put together."""
 
 
 class AbortRequest(msgspec.Struct, array_like=True, frozen=True):

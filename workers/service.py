@@ -127,8 +127,9 @@ class Service:
             claim = self._claims.get(delta.request_id)
             if claim is None:
                 continue
-            claim.num_deltas += 1
-            self._publisher.put(claim.request.reply_to, delta)
+            published = claim.to_publish(delta)
+            if published is not None:
+                self._publisher.put(claim.request.reply_to, published)
             if delta.usage is not None:
                 self._claims.release(delta.request_id)
                 self._publisher.finish(claim.entry_ids)

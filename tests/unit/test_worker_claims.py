@@ -2,10 +2,11 @@
 
 import asyncio
 
+import msgspec
 import pytest
 
 from workers.claims import Claim, Claims
-from workers.protocol import GenerateRequest, SamplingParams
+from workers.protocol import FinishReason, GenerateRequest, OutputDelta, SamplingParams
 
 
 def claim(name: str, n: int = 1) -> Claim:
@@ -73,3 +74,34 @@ async def test_claims_without_output_are_those_no_gateway_heard_of(num_deltas: i
     claims.add(claim("b"))
     names = [each.request.request_id for each in claims.without_output()]
     assert names == (["b"] if num_deltas else ["a", "b"])
+
+
+def deltas(*choices: int) -> list[OutputDelta]:
+    """One token each; the last is the end of its choice."""
+    found = [
+        OutputDelta(request_id="a", seq=seq, choice=choice, text=f"{seq} ", num_tokens=1)
+        for seq, choice in enumerate(choices)
+    ]
+    found[-1] = msgspec.structs.replace(found[-1], finish_reason=FinishReason.STOP)
+    return found
+
+
+async def test_what_is_read_at_its_end_is_told_at_its_end():
+    whole = claim("a", n=2)
+    whole.request = msgspec.structs.replace(whole.request, whole=True)
+    told = [whole.to_publish(delta) for delta in deltas(0, 0, 1, 0, 1, 0)]
+    assert [delta is None for delta in told] == [False, True, True, True, True, False]
+    rest = whole.to_publish(deltas(1)[0])
+    sent = [delta for delta in [*told, rest] if delta is not None]
+    assert [(delta.seq, delta.choice, delta.text, delta.num_tokens) for delta in sent] == [
+        (0, 0, "0 ", 1),
+        (1, 0, "1 3 5 ", 3),
+        (2, 1, "2 4 0 ", 3),
+    ]
+    assert [delta.finish_reason for delta in sent] == [None, FinishReason.STOP, FinishReason.STOP]
+    assert whole.num_deltas == 3
+
+
+async def test_a_stream_is_told_token_by_token():
+    streamed = claim("a")
+    assert [streamed.to_publish(delta) for delta in deltas(0, 0, 0)] == deltas(0, 0, 0)

@@ -1,5 +1,6 @@
 """API keys: made, looked up, revoked. Only a keyed hash is kept."""
 
+import asyncio
 import hashlib
 import os
 import secrets
@@ -47,6 +48,7 @@ class AccountService:
         self._database = database
         self._secret = b""
         self._cache: dict[bytes, _Cached] = {}
+        self._lookups: dict[bytes, asyncio.Task[_Cached]] = {}
 
     async def prepare(self) -> str | None:
         """Make secret, tables and the admin's key where they are missing. Raises `StartupError`.
@@ -87,7 +89,7 @@ class AccountService:
         digest = self._hash(key)
         cached = self._cache.get(digest)
         if cached is None or cached.until_s < time.monotonic():
-            cached = await self._look_up(digest)
+            cached = await self._look_up_once(digest)
         if cached.principal is None:
             hint = f"ending in '{key[-4:]}' " if len(key) >= 12 and key.isascii() else ""
             raise UnauthorizedError(
@@ -121,6 +123,14 @@ class AccountService:
 
     def _hash(self, key: str) -> bytes:
         return hashlib.blake2b(key.encode(), key=self._secret[:64], digest_size=32).digest()
+
+    async def _look_up_once(self, digest: bytes) -> _Cached:
+        """All requests of a key that come while it is looked up wait for the same query."""
+        lookup = self._lookups.get(digest)
+        if lookup is None:
+            lookup = self._lookups[digest] = asyncio.create_task(self._look_up(digest))
+            lookup.add_done_callback(lambda _: self._lookups.pop(digest))
+        return await asyncio.shield(lookup)
 
     async def _look_up(self, digest: bytes) -> _Cached:
         async with self._database.session() as session:

@@ -191,7 +191,10 @@ class CompletionService:
         *,
         streaming: bool,
     ) -> Job:
-        requests = [self._generate_request(plan, body, prompt, request.auth) for prompt in prompts]
+        requests = [
+            self._generate_request(plan, body, prompt, request.auth, whole=not streaming)
+            for prompt in prompts
+        ]
         try:
             return await self._dispatcher.submit(
                 requests, streaming=streaming, timeout_s=self._timeout_s(body)
@@ -205,7 +208,13 @@ class CompletionService:
         return min(body.timeout or math.inf, self._settings.request_timeout_s)
 
     def _generate_request(
-        self, plan: Plan, body: GenerationBody, prompt: Prompt, principal: Principal
+        self,
+        plan: Plan,
+        body: GenerationBody,
+        prompt: Prompt,
+        principal: Principal,
+        *,
+        whole: bool,
     ) -> GenerateRequest:
         now_s = time.time()
         key_id = str(principal.key_id)
@@ -224,6 +233,7 @@ class CompletionService:
             # A key is the smallest tenant there is: keys share no cached prefixes.
             cache_salt=key_id,
             fair_key=key_id,
+            whole=whole,
         )
 
 
