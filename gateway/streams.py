@@ -41,6 +41,8 @@ _BLOCK_MS = 1000
 _TRIM_INTERVAL_S = 1.0
 _REPLIES_TTL_S = 60
 _MAX_BACKOFF_S = 2.0
+_SLICE = 128
+"""So many deltas are handed out at once: each may wake a stream, and all that is woken runs in one go."""
 _Entries = list[tuple[bytes, list[tuple[bytes, dict[bytes, bytes]]]]]
 """What XREAD gives: stream name and its (entry id, fields) pairs."""
 
@@ -235,6 +237,8 @@ class ReplyReader:
         self._on_connect = on_connect
         self._last: bytes = b"0"
         self._trimmed_s = 0.0
+        self._num_woken = 0
+        """Deltas handed out since other tasks had their turn."""
         self.connected = False
 
     async def run(self) -> None:
@@ -264,9 +268,17 @@ class ReplyReader:
         for entry_id, fields in entries:
             self._last = entry_id
             try:
-                self._on_step(decode(StepDeltas, fields[PAYLOAD_FIELD]))
+                step = decode(StepDeltas, fields[PAYLOAD_FIELD])
             except (KeyError, msgspec.DecodeError, msgspec.ValidationError):
                 logger.warning("a reply cannot be read and is skipped")
+                continue
+            for part in _slices(step):
+                self._on_step(part)
+                self._num_woken += len(part.deltas)
+                if self._num_woken >= _SLICE:
+                    # Those that were woken go on, and whoever else has something to do.
+                    self._num_woken = 0
+                    await asyncio.sleep(0)
         now_s = time.monotonic()
         if now_s - self._trimmed_s > _TRIM_INTERVAL_S:
             self._trimmed_s = now_s
@@ -278,3 +290,12 @@ class ReplyReader:
             pipe.xtrim(self._stream, minid=self._last, approximate=True)
             pipe.expire(self._stream, _REPLIES_TTL_S)
             await pipe.execute()
+
+
+def _slices(step: StepDeltas) -> list[StepDeltas]:
+    if len(step.deltas) <= _SLICE:
+        return [step]
+    return [
+        StepDeltas(worker_id=step.worker_id, deltas=step.deltas[start : start + _SLICE])
+        for start in range(0, len(step.deltas), _SLICE)
+    ]
