@@ -130,11 +130,8 @@ def test_plugin_that_crashes_is_refused(tmp_path):
     source.write_text(CRASHING_PLUGIN)
     command = [str(find_compiler()), "-shared", "-fPIC", str(source), "-o", str(plugin)]
     subprocess.run(command, check=True)
-    settings = replace(
-        environment.read_settings(),
-        cache_dir=tmp_path,
-        pjrt_cpu_plugin=plugin,
-        tpu_platform="xla-cpu",
-    )
+    settings = environment.read_settings()
+    shim = build_shim(settings.cache_dir)
+    settings = replace(settings, pjrt_cpu_plugin=plugin, tpu_platform="xla-cpu")
     with pytest.raises(PluginRejectedError, match=r"crash\.so crashes in its trial \(SIGABRT\)"):
-        choose_plugin(settings, build_shim(environment.read_settings().cache_dir))
+        choose_plugin(settings, shim)
