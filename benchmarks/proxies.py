@@ -53,7 +53,7 @@ def table(found: dict[Cell, list[Row]]) -> str:
         for connections in CONNECTIONS:
             cells = {name: found[kind, connections, name] for name in (OURS, PEER, UPSTREAM)}
             rates = {
-                name: statistics.median(row.requests_per_s for row in rows_)
+                name: round(statistics.median(row.requests_per_s for row in rows_), 1)
                 for name, rows_ in cells.items()
             }
             p50s = [statistics.median(row.p50_ms for row in rows_) for rows_ in cells.values()]
