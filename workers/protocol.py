@@ -273,6 +273,8 @@ class ModelCard(msgspec.Struct, array_like=True, frozen=True, kw_only=True):
     """sha256 of tokenizer and template: a gateway reloads when it changes."""
     max_choices: int = 128
     """The most choices (`n`) that a worker can run for one request; 0 is 128 too."""
+    takes_grammars: bool = False
+    """Whether `SamplingParams.grammar` binds its answers."""
 
 
 Record = GenerateRequest | AbortRequest | StepDeltas | WorkerStatus | ModelCard

@@ -371,6 +371,7 @@ def scripted_card(
         chat_template=CHAT_TEMPLATE,
         special_tokens={"eos_token": SPECIAL_TOKENS[1]},
         engine="scripted",
+        takes_grammars=True,  # its script is taken to match
         digest=hashlib.sha256(tokenizer_json + CHAT_TEMPLATE.encode()).hexdigest(),
         max_choices=max_choices,
     )

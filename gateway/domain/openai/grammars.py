@@ -10,6 +10,7 @@ from typing import Any
 
 import msgspec
 
+from gateway.directory import ServedModel
 from gateway.domain.openai.formats import ResponseFormat
 from gateway.domain.openai.schemas import GenerationBody
 from gateway.errors import BadRequestError, QueueFullError
@@ -31,12 +32,21 @@ _thread = ThreadPoolExecutor(1, thread_name_prefix="grammar")
 _num_waiting = 0
 
 
-async def asked_grammar(body: GenerationBody) -> Grammar | None:
-    """What the answer of a request must match, checked. Raises `BadRequestError` or `QueueFullError`."""
+async def asked_grammar(served: ServedModel, body: GenerationBody) -> Grammar | None:
+    """What the answer of a request must match, checked. Raises `BadRequestError` or `QueueFullError`.
+
+    A model whose workers cannot bind an answer is no reason to answer without: the field is refused.
+    """
     chosen = format_grammar(body.response_format, "response_format")
     given = [grammar for grammar in (*_guided(body), chosen) if grammar is not None]
     if not given:
         return None
+    if not served.card.takes_grammars:
+        raise BadRequestError(
+            f"'{given[0].param}' is not supported by this model.",
+            param=given[0].param,
+            code="unsupported_parameter",
+        )
     if len(given) > 1:
         raise _wrong(given[-1].param, "an answer can be bound to one grammar only.")
     return await checked(given[0], given[0].param)

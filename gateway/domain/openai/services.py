@@ -124,7 +124,7 @@ class CompletionService:
         served = self._dispatcher.lookup(body.model)
         _check_num_choices(served, body)
         inline_bytes = self._settings.inline_text_bytes
-        grammar = await asked_grammar(body)
+        grammar = await asked_grammar(served, body)
         prompt = await chat_prompt(served, body, request.headers, inline_bytes)
         prompt = prompt.bound_to(grammar)
         return _plan(served, body, [prompt], started_s), prompt
@@ -136,7 +136,7 @@ class CompletionService:
         served = self._dispatcher.lookup(body.model)
         _check_num_choices(served, body)
         inline_bytes = self._settings.inline_text_bytes
-        grammar = await asked_grammar(body)
+        grammar = await asked_grammar(served, body)
         prompts = await completion_prompts(served, body, request.headers, inline_bytes)
         prompts = [prompt.bound_to(grammar) for prompt in prompts]
         most = self._settings.most_of_a_key
