@@ -222,10 +222,6 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     (said({"role": "user", "content": [{"type": "input_image"}]}), "input[0].content[0].type"),
     (said({"role": "user", "content": [{"type": "input_text"}]}), "input[0].content[0].text"),
     (said({"type": "function_call_output", "output": "x"}), "input[0].call_id"),
-    (
-        said({"type": "function_call", "call_id": "c", "name": "f", "arguments": "{"}),
-        "input[0]",
-    ),
     (said({"role": "user", "content": "x" * 200_000}), "input"),
     ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
     ({"tools": [{"type": "function"}]}, "tools[0].name"),

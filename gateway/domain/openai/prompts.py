@@ -1,10 +1,9 @@
 """From a checked body to the tokens and parameters of `GenerateRequest`."""
 
 import asyncio
-import json
 import re
 import uuid
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -12,18 +11,19 @@ import msgspec
 
 from gateway.directory import ServedModel
 from gateway.domain.openai.logprobs import Echo, echo_of
+from gateway.domain.openai.messages import chat_len, template_messages
 from gateway.domain.openai.sampling import sampling_params
-from gateway.domain.openai.schemas import (
-    ChatCompletionRequest,
-    ChatMessage,
-    CompletionRequest,
-)
+from gateway.domain.openai.schemas import ChatCompletionRequest, CompletionRequest
 from gateway.errors import BadRequestError, ContextLengthError
 from models.chat_templates import RESERVED_VARIABLES, ChatTemplate
 from models.errors import ChatTemplateError
 from workers.protocol import Grammar, SamplingParams
 
 Headers = Mapping[str, str]
+Tools = Sequence[Mapping[str, Any]]
+"""As chat templates expect them: `{"type": "function", "function": {"name", "description", "parameters"}}`."""
+_INLINE_MESSAGES = 64
+"""Chats of more are rendered in a thread, however short the messages are."""
 _WORD = re.compile(r"\s*\S+\s*")
 
 
@@ -44,20 +44,26 @@ class Prompt:
 
 
 async def chat_prompt(
-    served: ServedModel, body: ChatCompletionRequest, headers: Headers, inline_bytes: int
+    served: ServedModel,
+    body: ChatCompletionRequest,
+    headers: Headers,
+    inline_bytes: int,
+    tools: Tools = (),
 ) -> Prompt:
-    """Render and tokenise the messages. Raises `BadRequestError` or `ContextLengthError`."""
-    messages = [_template_message(i, message) for i, message in enumerate(body.messages)]
-    text_len = sum(len(message["content"] or "") for message in messages)
-    if text_len > inline_bytes:
-        token_ids = await asyncio.to_thread(_encode_chat, served, body, messages)
+    """Render and tokenise the messages and the tools that the model is shown.
+
+    Raises `BadRequestError` or `ContextLengthError`.
+    """
+    if chat_len(body.messages) > inline_bytes or len(body.messages) > _INLINE_MESSAGES:
+        token_ids = await asyncio.to_thread(_encode_chat, served, body, tools)
     else:
-        token_ids = _encode_chat(served, body, messages)
+        token_ids = _encode_chat(served, body, tools)
     sampling = sampling_params(served, body, len(token_ids), "messages")
     script = None
     if served.card.engine == "scripted":
-        users = [message["content"] for message in messages if message["role"] == "user"]
-        script = _script(headers, (users[-1] if users else "") or "")
+        users = (message for message in reversed(body.messages) if message.role == "user")
+        last = next(users, None)
+        script = _script(headers, last.text() if last else "")
     return Prompt(token_ids=token_ids, sampling=sampling, script=script)
 
 
@@ -90,24 +96,10 @@ def new_request_id() -> str:
     return uuid.uuid4().hex
 
 
-def render_chat(served: ServedModel, body: ChatCompletionRequest) -> str:
+def render_chat(served: ServedModel, body: ChatCompletionRequest, tools: Tools = ()) -> str:
     """The text of the messages as the model reads it, however long. Raises `BadRequestError`."""
-    messages = [_template_message(i, message) for i, message in enumerate(body.messages)]
-    return _render(served, body, messages)
-
-
-def _encode_chat(
-    served: ServedModel, body: ChatCompletionRequest, messages: list[dict[str, Any]]
-) -> list[int]:
-    text = _render(served, body, messages)
-    _check_length(served, text, "messages")
-    return served.tokenizer.encode(text)
-
-
-def _render(
-    served: ServedModel, body: ChatCompletionRequest, messages: list[dict[str, Any]]
-) -> str:
-    if served.template is None:
+    template = served.template
+    if template is None:
         raise BadRequestError(
             "This model has no chat template; use /v1/completions.", param="model"
         )
@@ -121,14 +113,21 @@ def _render(
         )
     if body.reasoning_effort is not None:
         extra.setdefault("reasoning_effort", body.reasoning_effort)
+    messages = template_messages(body.messages)
     is_prompt = body.add_generation_prompt is not False
     try:
-        return served.template.render(messages, add_generation_prompt=is_prompt, extra=extra)
+        return template.render(messages, tools=tools, add_generation_prompt=is_prompt, extra=extra)
     except ChatTemplateError as error:
         at_fault = "messages"
-        if body.chat_template_kwargs and _can_render(served.template, messages):
+        if body.chat_template_kwargs and _can_render(template, messages):
             at_fault = "chat_template_kwargs"
         raise BadRequestError(f"Invalid '{at_fault}': {error}", param=at_fault) from error
+
+
+def _encode_chat(served: ServedModel, body: ChatCompletionRequest, tools: Tools) -> list[int]:
+    text = render_chat(served, body, tools)
+    _check_length(served, text, "messages")
+    return served.tokenizer.encode(text)
 
 
 def _can_render(template: ChatTemplate, messages: list[dict[str, Any]]) -> bool:
@@ -170,40 +169,6 @@ def _check_length(served: ServedModel, text: str, where: str) -> None:
             f"{len(text)} characters in the {where}, which is more.",
             param=where,
         )
-
-
-def _template_message(index: int, message: ChatMessage) -> dict[str, Any]:
-    fields: dict[str, Any] = {"role": message.role, "content": message.text()}
-    if message.name is not None:
-        fields["name"] = message.name
-    if message.tool_call_id is not None:
-        fields["tool_call_id"] = message.tool_call_id
-    if message.tool_calls:
-        fields["content"] = fields["content"] or ""
-        fields["tool_calls"] = [
-            {
-                "id": call.id,
-                "type": call.type,
-                "function": {
-                    "name": call.function.name,
-                    "arguments": _arguments(index, number, call.function.arguments),
-                },
-            }
-            for number, call in enumerate(message.tool_calls)
-        ]
-    return fields
-
-
-def _arguments(index: int, number: int, text: str) -> dict[str, Any]:
-    """Templates iterate over the arguments, OpenAI sends them as JSON text."""
-    try:
-        arguments = json.loads(text or "{}")
-    except (ValueError, RecursionError):
-        arguments = None
-    if not isinstance(arguments, dict):
-        place = f"messages[{index}].tool_calls[{number}].function.arguments"
-        raise BadRequestError(f"Invalid '{place}': it is no JSON object.", param=place)
-    return arguments
 
 
 def _script(headers: Headers, text: str) -> tuple[bytes, ...]:

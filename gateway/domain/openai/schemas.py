@@ -6,15 +6,7 @@ Tags of unions begin with "|" so that they can be left out when an error's place
 
 from typing import Annotated, Any, Literal
 
-from pydantic import (
-    BaseModel,
-    ConfigDict,
-    Discriminator,
-    Field,
-    Tag,
-    field_validator,
-    model_validator,
-)
+from pydantic import BaseModel, Discriminator, Field, Tag, field_validator
 from pydantic_core import PydanticCustomError
 
 from gateway.domain.openai.formats import (
@@ -24,23 +16,16 @@ from gateway.domain.openai.formats import (
     SchemaOrText,
     StructuredOutputs,
 )
+from gateway.domain.openai.message_schemas import Body, ChatMessage, string_or_list
 from gateway.errors import BadRequestError
 
 MAX_CHOICES = 128
 MAX_PROMPTS = 128
 MAX_MESSAGES = 4096
-MAX_PARTS = 4096
 MAX_ALTERNATIVES = 20
 MAX_BIASES = 300
 MAX_STOP_TOKEN_IDS = 128
 _INT64_MAX = 2**63 - 1
-_MODALITIES = {
-    "image_url": "images",
-    "input_audio": "audio",
-    "file": "files",
-    "video_url": "video",
-}
-
 Int64 = Annotated[int, Field(ge=-(2**63), le=_INT64_MAX)]
 Penalty = Annotated[float, Field(ge=-2, le=2)]
 StopString = Annotated[str, Field(min_length=1)]
@@ -49,101 +34,12 @@ Alternatives = Annotated[int, Field(ge=0, le=MAX_ALTERNATIVES)]
 """How many of the likeliest tokens are told beside the one that is there."""
 
 
-def _string_or_list(value: object) -> str | None:
-    if isinstance(value, str):
-        return "|string"
-    return "|list" if isinstance(value, list) else None
-
-
-class _Body(BaseModel):
-    model_config = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False, frozen=True)
-
-
-class ContentPart(_Body):
-    """One typed part of a message; only text can be served."""
-
-    type: str
-    text: str | None = None
-    refusal: str | None = None
-
-    @field_validator("type")
-    @classmethod
-    def _text_only(cls, value: str) -> str:
-        if value in _MODALITIES:
-            raise PydanticCustomError(
-                "unsupported_modality",
-                "This model reads text only, not {modality} ('{part}').",
-                {"modality": _MODALITIES[value], "part": value},
-            )
-        if value not in ("text", "refusal"):
-            raise PydanticCustomError(
-                "invalid_value", "Unknown type of a content part; 'text' is supported."
-            )
-        return value
-
-    @model_validator(mode="after")
-    def _has_text(self) -> "ContentPart":
-        if self.as_text() is None:
-            raise PydanticCustomError("missing", "The part has no text.", {"field": "text"})
-        return self
-
-    def as_text(self) -> str | None:
-        return self.text if self.type == "text" else self.refusal
-
-
-class FunctionCall(_Body):
-    name: str
-    arguments: str
-
-
-class ToolCall(_Body):
-    id: str
-    type: Literal["function"] = "function"
-    function: FunctionCall
-
-
-Content = Annotated[
-    Annotated[str, Tag("|string")]
-    | Annotated[
-        Annotated[list[ContentPart], Field(min_length=1, max_length=MAX_PARTS, fail_fast=True)],
-        Tag("|list"),
-    ],
-    Discriminator(_string_or_list),
-]
-
-
-class ChatMessage(_Body):
-    role: Literal["developer", "system", "user", "assistant", "tool"]
-    content: Content | None = None
-    name: str | None = None
-    tool_calls: list[ToolCall] | None = None
-    tool_call_id: str | None = None
-
-    @model_validator(mode="after")
-    def _complete(self) -> "ChatMessage":
-        if self.content is None and not (self.role == "assistant" and self.tool_calls):
-            raise PydanticCustomError(
-                "missing", "The message has no content.", {"field": "content"}
-            )
-        if self.role == "tool" and self.tool_call_id is None:
-            raise PydanticCustomError(
-                "missing", "A tool message needs tool_call_id.", {"field": "tool_call_id"}
-            )
-        return self
-
-    def text(self) -> str | None:
-        """All parts as one string, a line each."""
-        if self.content is None or isinstance(self.content, str):
-            return self.content
-        return "\n".join(part.as_text() or "" for part in self.content)
-
-
-class StreamOptions(_Body):
+class StreamOptions(Body):
     include_usage: bool | None = None
     include_obfuscation: bool | None = None
 
 
-class GenerationBody(_Body):
+class GenerationBody(Body):
     """What chat and plain completions share."""
 
     model: str = Field(min_length=1)
@@ -167,7 +63,7 @@ class GenerationBody(_Body):
             | Annotated[
                 Annotated[list[StopString], Field(min_length=1, max_length=4)], Tag("|list")
             ],
-            Discriminator(_string_or_list),
+            Discriminator(string_or_list),
         ]
         | None
     ) = None
