@@ -77,7 +77,7 @@ def _output_fields(body: CountTokensRequest) -> dict[str, Any]:
     fields: dict[str, Any] = {}
     config = body.output_config
     if config is not None and config.effort is not None:
-        fields["reasoning_effort"] = "xhigh" if config.effort == "max" else config.effort
+        fields["reasoning_effort"] = config.effort
     if config is not None and config.format is not None:
         schema = {"name": "answer", "schema": config.format.schema_, "strict": True}
         fields["response_format"] = {"type": "json_schema", "json_schema": schema}

@@ -125,9 +125,10 @@ class CountTokensRequest(_Body):
     tool_choice: ToolChoice | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
-    # Asks for what this server cannot do.
+    # Ask for what this server cannot do.
     mcp_servers: list[Any] | None = None
     container: Any = None
+    speed: Literal["standard", "fast"] | None = None
 
 
 class MessagesRequest(CountTokensRequest):
@@ -137,6 +138,8 @@ class MessagesRequest(CountTokensRequest):
     temperature: Annotated[float, Field(ge=0, le=1)] | None = None
     top_p: Annotated[float, Field(ge=0, le=1)] | None = None
     top_k: Annotated[int, Field(ge=0, le=2**63 - 1)] | None = None
+    inference_geo: str | None = None
+    """Where a request is served: cannot be chosen."""
     # Of no effect on an answer.
     metadata: dict[str, Any] | None = None
     service_tier: Literal["auto", "standard_only"] | None = None

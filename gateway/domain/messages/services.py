@@ -93,7 +93,9 @@ class MessageService:
 
 
 def _fields(body: CountTokensRequest) -> tuple[dict[str, Any], Names]:
-    for name in ("mcp_servers", "container"):
-        if getattr(body, name):
+    for name in ("mcp_servers", "container", "inference_geo"):
+        if getattr(body, name, None):
             raise unsupported(name)
+    if body.speed == "fast":
+        raise unsupported("speed")
     return chat_fields(body)

@@ -26,6 +26,7 @@ MAX_ALTERNATIVES = 20
 MAX_BIASES = 300
 MAX_STOP_TOKEN_IDS = 128
 _INT64_MAX = 2**63 - 1
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 Int64 = Annotated[int, Field(ge=-(2**63), le=_INT64_MAX)]
 Penalty = Annotated[float, Field(ge=-2, le=2)]
 StopString = Annotated[str, Field(min_length=1)]
@@ -153,7 +154,7 @@ class ChatCompletionRequest(GenerationBody):
     """Wins over `max_tokens`."""
     add_generation_prompt: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
+    reasoning_effort: Effort | None = None
     """Given to the chat template as a variable."""
     top_logprobs: Alternatives | None = None
     logprobs: bool | None = None
@@ -168,6 +169,8 @@ class ChatCompletionRequest(GenerationBody):
     service_tier: Any = None
     store: bool | None = None
     metadata: dict[str, Any] | None = None
+    prompt_cache_key: str | None = None
+    safety_identifier: str | None = None
     prediction: dict[str, Any] | None = None
     verbosity: Any = None
     moderation: Any = None

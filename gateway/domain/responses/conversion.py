@@ -26,6 +26,8 @@ _HARMLESS: dict[str, tuple[object, ...]] = {
     "prompt": (),
     "context_management": ([],),
     "moderation": (),
+    "access_programs": ({},),
+    "background_options": ({},),
 }
 
 

@@ -145,7 +145,7 @@ class TextConfig(_Body):
 
 
 class ReasoningConfig(_Body):
-    effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
+    effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
     summary: Literal["auto", "concise", "detailed"] | None = None
 
 
@@ -201,6 +201,8 @@ class ResponsesRequest(_Body):
     prompt: Any = None
     context_management: Any = None
     moderation: Any = None
+    access_programs: Any = None
+    background_options: Any = None
     # Of no effect on an answer.
     max_tool_calls: Annotated[int, Field(ge=1)] | None = None
     prompt_cache_key: str | None = None
