@@ -16,9 +16,15 @@ import uvloop
 from litestar import Litestar, Request, Response
 from litestar.di import Provide
 from litestar.exceptions import HTTPException, SerializationException
-from litestar.types import ExceptionHandlersMap, Message, Scope
+from litestar.types import (
+    BeforeMessageSendHookHandler,
+    ExceptionHandlersMap,
+    Message,
+    Scope,
+)
 
 from gateway.connections import Limits, keep_honest, protocol_of
+from gateway.cors import cors_headers
 from gateway.db.engine import Database
 from gateway.dispatch import Dispatcher
 from gateway.domain.accounts.controllers import KeyController
@@ -105,7 +111,7 @@ def create_app(settings: GatewaySettings) -> Litestar:
             "tokenization": Provide(lambda: tokenization, sync_to_thread=False),
         },
         exception_handlers=_exception_handlers(),
-        before_send=[_add_request_id],
+        before_send=[_header_adder(settings.cors_origin)],
         request_max_body_size=settings.max_body_bytes,
         openapi_config=openapi_config(),
         logging_config=None,
@@ -181,9 +187,16 @@ def _handle_unexpected(request: Request[Any, Any, Any], error: Exception) -> Res
     return _handle_gateway_error(request, failure)
 
 
-async def _add_request_id(message: Message, scope: Scope) -> None:
-    if message["type"] == "http.response.start":
-        message["headers"] = [*message["headers"], (b"x-request-id", request_id(scope))]
+def _header_adder(cors_origin: str) -> BeforeMessageSendHookHandler:
+    """Puts on every answer what does not depend on the route: a request id, and the word for browsers."""
+    for_browsers = cors_headers(cors_origin)
+
+    async def add_headers(message: Message, scope: Scope) -> None:
+        if message["type"] == "http.response.start":
+            own = (b"x-request-id", request_id(scope))
+            message["headers"] = [*message["headers"], own, *for_browsers(scope)]
+
+    return add_headers
 
 
 class _Server(uvicorn.Server):

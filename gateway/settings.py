@@ -63,6 +63,8 @@ class GatewaySettings(BaseModel):
     """Stored responses of one API key; the oldest give way."""
     response_max_bytes: int = Field(default=1024 * 1024, ge=1024)
     """A response that is larger, with its input and compressed, is not stored."""
+    cors_origin: str = Field(default="*", pattern=r"^(\*|none|https?://[\x21-\x7e]+)$")
+    """Origin whose pages may ask from a browser: any, none, or the one that is named."""
     retry_after_full_s: int = Field(default=1, ge=1)
     retry_after_unavailable_s: int = Field(default=2, ge=1)
     log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = "INFO"

@@ -14,6 +14,8 @@ Connection = ASGIConnection[Any, Any, Any, Any]
 
 async def requires_key(connection: Connection, _: BaseRouteHandler) -> None:
     """Sets `connection.auth` to the `Principal`. Raises `UnauthorizedError`."""
+    if connection.scope.get("method") == "OPTIONS":
+        return  # A browser asks so before it sends a key; the answer tells methods alone.
     accounts = cast(AccountService, connection.app.state["accounts"])
     authorization = connection.headers.get("authorization")
     if authorization is None and "x-api-key" in connection.headers:
