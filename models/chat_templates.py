@@ -4,6 +4,7 @@ A template is Jinja source that comes with the model's files, so it is treated a
 environment is the one of `transformers` (`utils/chat_template_utils.py`): immutable sandbox,
 `trim_blocks`, `lstrip_blocks`, loop controls, `tojson` without HTML escapes, `raise_exception`,
 `strftime_now`, `{% generation %}` blocks, and `dict` and `namespace` without a way to Python's internals.
+What a rendering may take is bounded: see `models.template_sandbox`.
 """
 
 import json
@@ -17,22 +18,17 @@ from jinja2 import nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.runtime import Macro
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
-from models.errors import ChatTemplateError
+from models.errors import ChatTemplateError, TemplateLimitError
+from models.template_sandbox import BoundedEnvironment, Budget, measure, rendered
 
 RESERVED_VARIABLES = frozenset({"messages", "tools", "documents", "add_generation_prompt"})
 """Names a caller's extra variables may not use."""
+MOST_SOURCE = 256 * 1024
+"""Characters of a template."""
 _MAX_REASON_LEN = 300
-_RENDER_ERRORS = (
-    TypeError,
-    ValueError,
-    LookupError,
-    AttributeError,
-    ArithmeticError,
-    RecursionError,
-)
+_MAX_INDENT = 16
 
 
 class ChatTemplate:
@@ -43,11 +39,13 @@ class ChatTemplate:
         self._special_tokens = dict(special_tokens or {})
         self._has_developer_role = "developer" in source
         self.source = source
+        if len(source) > MOST_SOURCE:
+            raise ChatTemplateError(f"the chat template has more than {MOST_SOURCE} characters")
         try:
             self._template = _environment().from_string(source)
             self.knows_tools = "tools" in _names(source)
             """Whether the template looks at the variable that holds them."""
-        except jinja2.TemplateError as error:
+        except Exception as error:  # noqa: BLE001  some sources break Python's compiler
             raise ChatTemplateError(f"the chat template cannot be compiled: {error}") from error
 
     def render(
@@ -57,12 +55,13 @@ class ChatTemplate:
         add_generation_prompt: bool = True,
         tools: Sequence[Mapping[str, Any]] | None = None,
         extra: Mapping[str, Any] | None = None,
+        budget: Budget | None = None,
     ) -> str:
         """The prompt text; `content` of each message is a string or None.
 
         A `developer` message becomes a `system` one where the template knows no such role. Raises
         `ChatTemplateError` with the template's own words if it refuses the messages, or if `extra`
-        names one of `RESERVED_VARIABLES`.
+        names one of `RESERVED_VARIABLES`, and `TemplateLimitError` if it takes more than `budget`.
         """
         if extra and not RESERVED_VARIABLES.isdisjoint(extra):
             name = min(RESERVED_VARIABLES.intersection(extra))
@@ -76,10 +75,10 @@ class ChatTemplate:
             "add_generation_prompt": add_generation_prompt,
         }
         try:
-            return self._template.render(variables)
-        except jinja2.TemplateError as error:
-            raise ChatTemplateError(_reason(error)) from error
-        except _RENDER_ERRORS as error:
+            return rendered(self._template, variables, budget or Budget())
+        except TemplateLimitError as error:
+            raise TemplateLimitError(_reason(error)) from error
+        except Exception as error:  # noqa: BLE001  it is the template's code that raises
             raise ChatTemplateError(_reason(error)) from error
 
     def _known_role(self, message: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -133,6 +132,10 @@ class _SafeNamespace(Namespace):
         _check_name(name)
         super().__setitem__(name, value)
 
+    def __repr__(self) -> str:
+        # Jinja's own shows all that it holds, however much.
+        return "<Namespace>"
+
 
 def _check_name(name: str) -> None:
     if name.startswith("_"):
@@ -150,10 +153,14 @@ def _strftime_now(pattern: str) -> str:
 def _tojson(
     value: Any,  # noqa: ANN401
     ensure_ascii: bool = False,
-    indent: int | None = None,
+    indent: int | str | None = None,
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
+    measure(value)
+    spaces = indent if isinstance(indent, int) else len(indent or "")
+    if spaces + sum(map(len, separators or ())) > _MAX_INDENT:
+        raise TemplateLimitError("it sets JSON too wide")
     return json.dumps(
         value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
     )
@@ -165,8 +172,8 @@ def _names(source: str) -> set[str]:
 
 
 @lru_cache(maxsize=1)
-def _environment() -> ImmutableSandboxedEnvironment:
-    environment = ImmutableSandboxedEnvironment(
+def _environment() -> BoundedEnvironment:
+    environment = BoundedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlocks, loopcontrols]
     )
     environment.filters["tojson"] = _tojson

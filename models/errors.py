@@ -9,6 +9,7 @@ ModelError
 │   └── NoTokenizerError   the model has no tokenizer, and one is needed now
 ├── StorageError           no room, no permission, or a read-only disk
 ├── ChatTemplateError      the model's chat template cannot be read, or refuses these messages
+│   └── TemplateLimitError it takes too long, or makes too much
 └── GrammarError           a grammar cannot be read, is impossible, too large or too slow
 """
 
@@ -46,6 +47,10 @@ class StorageError(ModelError):
 
 
 class ChatTemplateError(ModelError):
+    pass
+
+
+class TemplateLimitError(ChatTemplateError):
     pass
 
 
