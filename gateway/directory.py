@@ -15,6 +15,7 @@ from redis.asyncio import Redis
 from redis.exceptions import RedisError, ResponseError
 
 from gateway.errors import UnavailableError, UnknownModelError
+from models.chat_format import ChatFormat, chat_format
 from models.chat_templates import ChatTemplate
 from models.errors import ModelError
 from models.tokenizer import TextTokenizer
@@ -45,6 +46,8 @@ class ServedModel:
     tokenizer: TextTokenizer
     template: ChatTemplate | None
     """None where the model has no chat template, or one that cannot be compiled."""
+    format: ChatFormat = ChatFormat()
+    """How it writes calls and reasoning."""
 
 
 @dataclass(frozen=True)
@@ -201,7 +204,7 @@ class Directory:
     async def _serve(self, card: ModelCard) -> ServedModel:
         old = self.models.get(card.model)
         if old is not None and card.digest and old.card.digest == card.digest:
-            return ServedModel(card=card, tokenizer=old.tokenizer, template=old.template)
+            return ServedModel(card, old.tokenizer, old.template, old.format)
         return await asyncio.to_thread(_build, card)
 
 
@@ -231,4 +234,4 @@ def _build(card: ModelCard) -> ServedModel:
             template = ChatTemplate(card.chat_template, card.special_tokens)
         except ModelError as error:
             logger.warning("model %s: %s", card.model, error)
-    return ServedModel(card=card, tokenizer=tokenizer, template=template)
+    return ServedModel(card, tokenizer, template, chat_format(template, tokenizer))

@@ -41,7 +41,7 @@ def usage_fields(usage: Usage) -> dict[str, object]:
         "completion_tokens": usage.completion_tokens,
         "total_tokens": usage.prompt_tokens + usage.completion_tokens,
         "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
-        "completion_tokens_details": {"reasoning_tokens": 0},
+        "completion_tokens_details": {"reasoning_tokens": usage.reasoning_tokens},
     }
 
 
@@ -63,13 +63,14 @@ class ChunkEncoder:
         finish = b',"delta":{}' if chat else b',"text":""'
         self._before_reason = finish + b',"logprobs":null,"finish_reason":"'
 
-    def role(self, choice: int) -> bytes:
-        """The first chunk of a choice; nothing for plain completions, which have no roles."""
+    def role(self, choice: int, content: bytes = b'""') -> bytes:
+        """The first chunk of a choice; nothing for plain completions, which have no roles. `content` is JSON."""
         if not self._chat:
             return b""
-        return b'%b%d,"delta":{"role":"assistant","content":"","refusal":null%b' % (
+        return b'%b%d,"delta":{"role":"assistant","content":%b,"refusal":null%b' % (
             self._head,
             choice,
+            content,
             self._after_text,
         )
 
@@ -90,6 +91,16 @@ class ChunkEncoder:
             self._before_text,
             _encode(text),
             self._before_logprobs,
+            logprobs,
+            self._after_logprobs,
+        )
+
+    def delta(self, choice: int, delta: dict[str, object], logprobs: bytes = b"null") -> bytes:
+        """A chunk of a chat that brings something else than text; `logprobs` is JSON."""
+        return b'%b%d,"delta":%b,"logprobs":%b%b' % (
+            self._head,
+            choice,
+            _encode(delta),
             logprobs,
             self._after_logprobs,
         )

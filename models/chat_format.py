@@ -31,12 +31,12 @@ _TOOL_MARKS: tuple[tuple[str, ToolFormat], ...] = (
 
 @dataclass(frozen=True)
 class ChatFormat:
-    tools: ToolFormat
+    tools: ToolFormat = "hermes"
     """Hermes' where the template knows no tools: then the model is told that format in words."""
-    reasoning: tuple[str, str] | None
+    reasoning: tuple[str, str] | None = None
     """Opening and closing mark; None for a model that does not reason."""
-    has_special_marks: bool = False
-    """A mark is a special token of the vocabulary, so answers must be decoded with those."""
+    special_marks: frozenset[str] = frozenset()
+    """Marks that are special tokens of the vocabulary: answers must be decoded with those."""
 
 
 def chat_format(
@@ -52,7 +52,7 @@ def chat_format(
     return ChatFormat(
         tools=tools,
         reasoning=marks,
-        has_special_marks=any(_is_special(tokenizer, mark) for mark in spelled),
+        special_marks=frozenset(mark for mark in spelled if _is_special(tokenizer, mark)),
     )
 
 

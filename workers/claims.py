@@ -39,12 +39,13 @@ class Claim:
             if self.num_deltas and delta.finish_reason is None:
                 self.held.setdefault(delta.choice, []).append(delta)
                 return None
-            delta = _joined([*self.held.pop(delta.choice, ()), delta], self.num_deltas)
+            deltas = [*self.held.pop(delta.choice, ()), delta]
+            delta = _joined(deltas, self.num_deltas, tells_pieces=self.request.tells_pieces)
         self.num_deltas += 1
         return delta
 
 
-def _joined(deltas: list[OutputDelta], seq: int) -> OutputDelta:
+def _joined(deltas: list[OutputDelta], seq: int, *, tells_pieces: bool) -> OutputDelta:
     """One for all of them, which are a choice's and follow each other."""
     scored = [delta.logprobs for delta in deltas if delta.logprobs is not None]
     return msgspec.structs.replace(
@@ -54,6 +55,9 @@ def _joined(deltas: list[OutputDelta], seq: int) -> OutputDelta:
         num_tokens=sum(delta.num_tokens for delta in deltas),
         logprobs=tuple(chain.from_iterable(scored)) if scored else None,
         prompt_logprobs=deltas[0].prompt_logprobs,
+        pieces=tuple((len(delta.text), delta.num_tokens) for delta in deltas)
+        if tells_pieces
+        else (),
     )
 
 

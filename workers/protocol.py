@@ -147,6 +147,8 @@ class GenerateRequest(msgspec.Struct, array_like=True, frozen=True, kw_only=True
     """Whose request it is (an API key's id): waiting requests of different keys take turns."""
     whole: bool = False
     """The answer is read at its end: deltas between a choice's first and last may be put together."""
+    tells_pieces: bool = False
+    """Deltas that are put together tell what they are made of."""
 
 
 class AbortRequest(msgspec.Struct, array_like=True, frozen=True):
@@ -166,6 +168,8 @@ class Usage(msgspec.Struct, array_like=True, frozen=True, kw_only=True):
     """From the dispatch of the request's first step to its first token, seconds."""
     decode_s: float = 0.0
     """From there to its end."""
+    reasoning_tokens: int = 0
+    """Of the completion tokens. Filled in by the gateway: what is reasoning shows in the text."""
 
 
 class TokenLogprobs(msgspec.Struct, array_like=True, frozen=True):
@@ -203,6 +207,8 @@ class OutputDelta(msgspec.Struct, array_like=True, frozen=True, kw_only=True):
     """On the first delta of choice 0, if asked for: one for each prompt token, None for the first."""
     param: str | None = None
     """With `error`: the field of the body that is at fault; None if the engine is."""
+    pieces: tuple[tuple[int, int], ...] = ()
+    """Of deltas that were put together, if the request asks: (characters, tokens) of each."""
 
 
 class StepDeltas(msgspec.Struct, array_like=True, frozen=True, kw_only=True):

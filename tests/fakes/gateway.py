@@ -142,7 +142,7 @@ def events(text: str) -> list[Any]:
 def joined(chunks: list[Any], choice: int = 0) -> str:
     """The text of one choice of a chat stream."""
     parts = [
-        item["delta"].get("content", "")
+        item["delta"].get("content") or ""
         for chunk in chunks
         if chunk != "[DONE]" and "choices" in chunk
         for item in chunk["choices"]

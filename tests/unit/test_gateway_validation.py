@@ -26,9 +26,6 @@ def plain(**fields: Any) -> CompletionRequest:
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("tools", [TOOL]),
-        ("tool_choice", "required"),
-        ("tool_choice", {"type": "function", "function": {"name": "f"}}),
         ("functions", [{"name": "f"}]),
         ("audio", {"voice": "alloy", "format": "wav"}),
         ("modalities", ["text", "audio"]),

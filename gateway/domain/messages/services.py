@@ -16,6 +16,7 @@ from gateway.domain.messages.schemas import CountTokensRequest, MessagesRequest
 from gateway.domain.openai.converted import Names, chat_request
 from gateway.domain.openai.prompts import render_chat
 from gateway.domain.openai.services import ChatJob, CompletionService, HttpRequest, read_body
+from gateway.domain.openai.tools.offer import shown_tools
 from gateway.domain.openai.validation import unsupported, validated
 from gateway.errors import ContextLengthError, GatewayError
 from gateway.request_ids import request_id
@@ -60,7 +61,7 @@ class MessageService:
         served = self._dispatcher.lookup(chat.model)
 
         def count() -> int:
-            return len(served.tokenizer.encode(render_chat(served, chat)))
+            return len(served.tokenizer.encode(render_chat(served, chat, shown_tools(chat))))
 
         with names.spoken():
             num_tokens = await asyncio.to_thread(count)

@@ -6,7 +6,9 @@ from dataclasses import dataclass, field
 import msgspec
 
 from gateway.dispatch import Exchange, Job
+from gateway.domain.openai.choices import ParsedChoices
 from gateway.domain.openai.logprobs import PromptTokens, TextLogprobs, chat_fields, prompt_fields
+from gateway.domain.openai.parts import Part, Reasoning, Text, ToolCall
 from gateway.domain.openai.plan import Ledger, Plan
 from gateway.domain.system.services import ModelMetrics
 from gateway.errors import EngineError, GatewayError
@@ -17,6 +19,10 @@ from workers.protocol import OutputDelta, TokenLogprobs, Usage
 @dataclass
 class _Choice:
     parts: list[str] = field(default_factory=list)
+    """Of its text."""
+    reasoning: list[str] = field(default_factory=list)
+    calls: list[tuple[ToolCall, list[str]]] = field(default_factory=list)
+    """With the pieces of their arguments."""
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     reason: str | None = None
 
@@ -26,6 +32,35 @@ class _Choice:
             return float("-inf")
         return sum(token.logprob for token in self.logprobs) / len(self.logprobs)
 
+    def take(self, parts: list[Part]) -> None:
+        for part in parts:
+            if isinstance(part, Text):
+                self.parts.append(part.text)
+            elif isinstance(part, Reasoning):
+                self.reasoning.append(part.text)
+            elif isinstance(part, ToolCall):
+                self.calls.append((part, []))
+            else:
+                self.calls[part.index][1].append(part.text)
+
+    def message(self) -> dict[str, object]:
+        """As a chat has it; reasoning has two names, as clients read one or the other."""
+        content = "".join(self.parts)
+        message: dict[str, object] = {"role": "assistant", "content": content, "refusal": None}
+        if self.reasoning:
+            message["reasoning"] = message["reasoning_content"] = "".join(self.reasoning)
+        if self.calls:
+            message["content"] = content or None
+            message["tool_calls"] = [
+                {
+                    "id": call.id,
+                    "type": "function",
+                    "function": {"name": call.name, "arguments": "".join(pieces)},
+                }
+                for call, pieces in self.calls
+            ]
+        return message
+
 
 class _Answer:
     """What has come so far."""
@@ -34,23 +69,38 @@ class _Answer:
         self._plan = plan
         self._choices: dict[int, _Choice] = {}
         self._prompts: dict[int, PromptTokens] = {}
+        self._parsed = None if plan.parser is None else ParsedChoices(plan)
 
     def add(self, exchange: Exchange, delta: OutputDelta) -> None:
-        choice = self._choices.setdefault(
-            self._plan.choice_index(exchange, delta.choice), _Choice()
-        )
+        index = self._plan.choice_index(exchange, delta.choice)
+        choice = self._choices.setdefault(index, _Choice())
         if delta.prompt_logprobs is not None:
             self._prompts[exchange.index] = delta.prompt_logprobs
         if not self._plan.scores_only:
-            choice.parts.append(delta.text)
+            parts = self._parsed.parts(index, delta) if self._parsed else None
+            if parts is None:
+                choice.parts.append(delta.text)
+            else:
+                choice.take(parts)
             choice.logprobs += delta.logprobs or ()
-        if delta.finish_reason is not None:
+        if delta.finish_reason is None:
+            return
+        if self._parsed is not None:
+            choice.reason = self._parsed.reason(index, delta)
+        else:
             choice.reason = self._plan.reason(delta.finish_reason)
 
     def drop(self, exchange: Exchange) -> None:
         self._prompts.pop(exchange.index, None)
         for choice in range(self._plan.num_candidates):
-            self._choices.pop(self._plan.choice_index(exchange, choice), None)
+            index = self._plan.choice_index(exchange, choice)
+            self._choices.pop(index, None)
+            if self._parsed is not None:
+                self._parsed.forget(index)
+
+    @property
+    def num_reasoning_tokens(self) -> int:
+        return self._parsed.num_reasoning_tokens if self._parsed else 0
 
     @property
     def reason(self) -> str:
@@ -96,12 +146,11 @@ class _Answer:
     def _choice_fields(
         self, prompt: int, choice: _Choice, echo: TextLogprobs | None
     ) -> dict[str, object]:
-        text = self._plan.echo_text(prompt) + "".join(choice.parts)
         fields: dict[str, object] = {}
         if self._plan.chat:
-            fields["message"] = {"role": "assistant", "content": text, "refusal": None}
+            fields["message"] = choice.message()
         else:
-            fields["text"] = text
+            fields["text"] = self._plan.echo_text(prompt) + "".join(choice.parts)
         fields["logprobs"] = self._logprobs(prompt, choice, echo)
         fields["finish_reason"] = choice.reason or "stop"
         return fields
@@ -129,11 +178,12 @@ async def collect(job: Job, plan: Plan, metrics: ModelMetrics) -> bytes:
                     continue
                 ledger.note(exchange, delta)
                 answer.add(exchange, delta)
-        body = await _encoded(answer, plan, len(job.exchanges), ledger.total())
+        usage = ledger.total(answer.num_reasoning_tokens)
+        body = await _encoded(answer, plan, len(job.exchanges), usage)
     except GatewayError as error:
         ledger.fail(error)
         raise
-    ledger.succeed(answer.reason)
+    ledger.succeed(answer.reason, answer.num_reasoning_tokens)
     return body
 
 

@@ -4,7 +4,9 @@ import asyncio
 from collections.abc import AsyncGenerator
 
 from gateway.dispatch import Exchange, Item, Job
+from gateway.domain.openai.choices import ParsedChoices
 from gateway.domain.openai.logprobs import TextScorer, chat_fields
+from gateway.domain.openai.parts import Part, Reasoning, Text, ToolCall
 from gateway.domain.openai.plan import Ledger, Plan
 from gateway.domain.system.services import ModelMetrics
 from gateway.errors import EngineError, GatewayError
@@ -49,6 +51,7 @@ class _ChunkWriter:
             plan.envelope(name), chat=plan.chat, include_usage=plan.include_usage
         )
         self._begun: set[int] = set()
+        self._parsed = None if plan.parser is None else ParsedChoices(plan)
         self._scorers: dict[int, TextScorer] = {}
         self._scores_echo = bool(plan.echoes) and plan.num_logprobs is not None
         self._echoes: dict[int, bytes] = {}
@@ -76,7 +79,8 @@ class _ChunkWriter:
 
     def end(self) -> bytes:
         """What follows the last choice's finish."""
-        usage = self._ledger.succeed(self._reason)
+        num_reasoning = self._parsed.num_reasoning_tokens if self._parsed else 0
+        usage = self._ledger.succeed(self._reason, num_reasoning)
         return (self._encoder.usage(usage) if self._plan.include_usage else b"") + DONE
 
     def _ready(self, exchange: Exchange, delta: OutputDelta) -> list[OutputDelta]:
@@ -92,9 +96,14 @@ class _ChunkWriter:
         return [delta, *self._held.pop(prompt, [])]
 
     def _add(self, events: list[bytes], exchange: Exchange, delta: OutputDelta) -> None:
+        index = self._plan.choice_index(exchange, delta.choice)
+        if self._parsed is not None:
+            parts = self._parsed.parts(index, delta)
+            if parts is not None:
+                self._add_parts(events, index, exchange, delta, parts)
+                return
         if not delta.text and delta.finish_reason is None and not delta.logprobs:
             return
-        index = self._plan.choice_index(exchange, delta.choice)
         if index not in self._begun:
             self._begun.add(index)
             events.append(self._beginning(index, exchange.index))
@@ -105,8 +114,38 @@ class _ChunkWriter:
             elif delta.text:
                 events.append(self._encoder.text(index, delta.text))
         if delta.finish_reason is not None:
+            self._finish(events, index, delta)
+
+    def _add_parts(
+        self,
+        events: list[bytes],
+        index: int,
+        exchange: Exchange,
+        delta: OutputDelta,
+        parts: list[Part],
+    ) -> None:
+        if not parts and delta.finish_reason is None and not delta.logprobs:
+            return
+        if index not in self._begun:
+            self._begun.add(index)
+            # An answer that is calls alone has no content, not an empty one.
+            is_call = bool(parts) and isinstance(parts[0], ToolCall)
+            events.append(self._encoder.role(index, b"null" if is_call else b'""'))
+        fields = [_delta_fields(part) for part in parts]
+        if delta.logprobs:
+            logprobs = self._logprobs(index, exchange.index, delta)
+            first = fields.pop(0) if fields else {}
+            events.append(self._encoder.delta(index, first, logprobs))
+        events += [self._encoder.delta(index, part) for part in fields]
+        if delta.finish_reason is not None:
+            self._finish(events, index, delta)
+
+    def _finish(self, events: list[bytes], index: int, delta: OutputDelta) -> None:
+        if self._parsed is not None:
+            self._reason = self._parsed.reason(index, delta)
+        elif delta.finish_reason is not None:
             self._reason = self._plan.reason(delta.finish_reason)
-            events.append(self._encoder.finish(index, self._reason))
+        events.append(self._encoder.finish(index, self._reason))
 
     def _beginning(self, index: int, prompt: int) -> bytes:
         if not self._plan.echoes:
@@ -125,3 +164,17 @@ class _ChunkWriter:
         if scorer is None:
             scorer = self._scorers[index] = self._plan.scorer(prompt)
         return encoded(scorer.score(tokens))
+
+
+def _delta_fields(part: Part) -> dict[str, object]:
+    """A part in OpenAI's words; reasoning has two names, as clients read one or the other."""
+    if isinstance(part, Text):
+        return {"content": part.text}
+    if isinstance(part, Reasoning):
+        return {"reasoning": part.text, "reasoning_content": part.text}
+    if isinstance(part, ToolCall):
+        function = {"name": part.name, "arguments": ""}
+        call = {"index": part.index, "id": part.id, "type": "function", "function": function}
+    else:
+        call = {"index": part.index, "function": {"arguments": part.text}}
+    return {"tool_calls": [call]}

@@ -7,7 +7,8 @@ from collections.abc import AsyncGenerator
 from dataclasses import dataclass
 
 from gateway.dispatch import Exchange, Item, Job
-from gateway.domain.openai.parts import Part, PartParser, Text
+from gateway.domain.openai.choices import ParsedChoices
+from gateway.domain.openai.parts import Part, Text
 from gateway.domain.openai.plan import Ledger, Plan
 from gateway.domain.system.services import ModelMetrics
 from gateway.errors import EngineError, GatewayError
@@ -54,7 +55,7 @@ async def events(
     except GatewayError as error:
         ledger.fail(error)
         raise
-    yield [(0, ledger.succeed(reader.reason))]
+    yield [(0, ledger.succeed(reader.reason, reader.num_reasoning_tokens))]
 
 
 class _Reader:
@@ -63,9 +64,13 @@ class _Reader:
     def __init__(self, plan: Plan, ledger: Ledger) -> None:
         self._plan = plan
         self._ledger = ledger
-        self._parsers: dict[int, PartParser] = {}
+        self._parsed = None if plan.parser is None else ParsedChoices(plan)
         self.reason = "stop"
         self.error: EngineError | None = None
+
+    @property
+    def num_reasoning_tokens(self) -> int:
+        return self._parsed.num_reasoning_tokens if self._parsed else 0
 
     def read(self, items: list[Item]) -> Batch:
         """Events of all items up to the first that reports a failure, which is kept in `error`."""
@@ -77,41 +82,31 @@ class _Reader:
                 continue
             try:
                 self._ledger.note(exchange, delta)
+                self._add(batch, self._plan.choice_index(exchange, delta.choice), delta)
             except EngineError as error:
                 self.error = error
                 break
-            self._add(batch, self._plan.choice_index(exchange, delta.choice), delta)
         return batch
 
     def _restart(self, exchange: Exchange) -> Batch:
         first = self._plan.choice_index(exchange, 0)
         choices = range(first, first + self._plan.num_candidates)
-        for choice in choices:
-            self._parsers.pop(choice, None)
+        if self._parsed is not None:
+            for choice in choices:
+                self._parsed.forget(choice)
         return [(choice, Restart()) for choice in choices]
 
     def _add(self, batch: Batch, choice: int, delta: OutputDelta) -> None:
-        parser = self._parser(choice)
-        if delta.text:
-            parts: list[Part] = parser.feed(delta.text) if parser else [Text(delta.text)]
-            if parts:
-                batch.append((choice, parts))
+        parts = self._parsed.parts(choice, delta) if self._parsed else None
+        if parts is None:
+            parts = [Text(delta.text)] if delta.text else []
+        if parts:
+            batch.append((choice, parts))
         if delta.finish_reason is None:
             return
-        rest = parser.finish() if parser else []
-        if rest:
-            batch.append((choice, rest))
-        reason = self._plan.reason(delta.finish_reason)
-        if reason == "stop" and parser is not None and parser.has_calls:
-            reason = "tool_calls"
-        self.reason = reason
+        if self._parsed is None:
+            self.reason = self._plan.reason(delta.finish_reason)
+        else:
+            self.reason = self._parsed.reason(choice, delta)
         stopped_by = delta.stop_reason if isinstance(delta.stop_reason, str) else None
-        batch.append((choice, Finish(reason, stopped_by)))
-
-    def _parser(self, choice: int) -> PartParser | None:
-        if self._plan.parser is None:
-            return None
-        parser = self._parsers.get(choice)
-        if parser is None:
-            parser = self._parsers[choice] = self._plan.parser()
-        return parser
+        batch.append((choice, Finish(self.reason, stopped_by)))

@@ -49,6 +49,8 @@ class Plan:
     """The answer is the prompt alone: the one token that the engine has to draw is not shown."""
     parser: Callable[[], PartParser] | None = None
     """Makes the parser of one choice; None if all that the model writes is text of the answer."""
+    requires_call: bool = False
+    """An answer without a call of a tool is none."""
 
     def envelope(self, object_name: str) -> dict[str, object]:
         return {
@@ -123,16 +125,17 @@ class Ledger:
     def is_complete(self, job: Job) -> bool:
         return len(self._usages) == len(job.exchanges)
 
-    def total(self) -> Usage:
+    def total(self, reasoning_tokens: int = 0) -> Usage:
         tokens = sum(usage.completion_tokens for usage in self._usages.values())
         return Usage(
             prompt_tokens=sum(usage.prompt_tokens for usage in self._usages.values()),
             completion_tokens=0 if self._plan.scores_only else tokens,
             cached_tokens=sum(usage.cached_tokens for usage in self._usages.values()),
+            reasoning_tokens=reasoning_tokens,
         )
 
-    def succeed(self, reason: str) -> Usage:
-        usage = self.total()
+    def succeed(self, reason: str, reasoning_tokens: int = 0) -> Usage:
+        usage = self.total(reasoning_tokens)
         self._metrics.succeeded(reason, usage, time.monotonic() - self._plan.started_s)
         return usage
 

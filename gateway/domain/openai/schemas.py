@@ -17,6 +17,7 @@ from gateway.domain.openai.formats import (
     StructuredOutputs,
 )
 from gateway.domain.openai.message_schemas import Body, ChatMessage, string_or_list
+from gateway.domain.openai.tool_schemas import ToolChoice, Tools
 from gateway.errors import BadRequestError
 
 MAX_CHOICES = 128
@@ -158,9 +159,12 @@ class ChatCompletionRequest(GenerationBody):
     """Given to the chat template as a variable."""
     top_logprobs: Alternatives | None = None
     logprobs: bool | None = None
-    tools: list[dict[str, Any]] | None = None
-    tool_choice: Any = None
+    include_reasoning: bool | None = None
+    """False leaves the reasoning out of the answer."""
+    tools: Tools | None = None
+    tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
+    """False allows one call at most."""
     functions: list[dict[str, Any]] | None = None
     function_call: Any = None
     modalities: Any = None

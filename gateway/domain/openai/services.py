@@ -22,6 +22,7 @@ from gateway.domain.openai.events import Batch, events
 from gateway.domain.openai.grammars import asked_grammar
 from gateway.domain.openai.plan import Plan
 from gateway.domain.openai.prompts import Prompt, chat_prompt, completion_prompts, new_request_id
+from gateway.domain.openai.reading import Reading, check_required_call, reading_of
 from gateway.domain.openai.schemas import (
     MAX_CHOICES,
     ChatCompletionRequest,
@@ -29,6 +30,7 @@ from gateway.domain.openai.schemas import (
     GenerationBody,
     ModelInfo,
 )
+from gateway.domain.openai.tools.offer import tool_offer
 from gateway.domain.openai.validation import B, parse
 from gateway.domain.system.services import Metrics, ModelMetrics
 from gateway.errors import (
@@ -124,10 +126,15 @@ class CompletionService:
         served = self._dispatcher.lookup(body.model)
         _check_num_choices(served, body)
         inline_bytes = self._settings.inline_text_bytes
+        offer = tool_offer(body)
         grammar = await asked_grammar(served, body)
-        prompt = await chat_prompt(served, body, request.headers, inline_bytes)
-        prompt = prompt.bound_to(grammar)
-        return _plan(served, body, [prompt], started_s), prompt
+        if offer is not None and offer.is_required:
+            await check_required_call(served, body, offer)
+        tools = offer.template_tools if offer is not None else ()
+        prompt = await chat_prompt(served, body, request.headers, inline_bytes, tools)
+        reading = reading_of(served, body, offer, grammar, prompt)
+        prompt = prompt.bound_to(grammar) if reading is None else reading.shaped(prompt)
+        return _plan(served, body, [prompt], started_s, reading), prompt
 
     async def complete(self, request: HttpRequest) -> ASGIApp:
         """Answer /v1/completions, one or many prompts."""
@@ -234,6 +241,7 @@ class CompletionService:
             cache_salt=key_id,
             fair_key=key_id,
             whole=whole,
+            tells_pieces=plan.parser is not None,
         )
 
 
@@ -249,10 +257,15 @@ def _check_num_choices(served: ServedModel, body: GenerationBody) -> None:
 
 
 def _plan(
-    served: ServedModel, body: GenerationBody, prompts: list[Prompt], started_s: float
+    served: ServedModel,
+    body: GenerationBody,
+    prompts: list[Prompt],
+    started_s: float,
+    reading: Reading | None = None,
 ) -> Plan:
     chat = isinstance(body, ChatCompletionRequest)
     digest = served.card.digest
+    offer = None if reading is None else reading.offer
     return Plan(
         id=("chatcmpl-" if chat else "cmpl-") + new_request_id(),
         created_s=int(time.time()),
@@ -269,4 +282,6 @@ def _plan(
         skips_special=body.skip_special_tokens is not False,
         echoes=tuple(prompt.echo for prompt in prompts if prompt.echo is not None),
         scores_only=body.echoes and body.max_tokens == 0,
+        parser=None if reading is None else reading.parser,
+        requires_call=offer is not None and offer.is_required,
     )

@@ -10,6 +10,7 @@ from gateway.dispatch import Dispatcher
 from gateway.domain.openai.prompts import render_chat
 from gateway.domain.openai.schemas import ChatCompletionRequest
 from gateway.domain.openai.services import HttpRequest, read_body
+from gateway.domain.openai.tools.offer import shown_tools
 from gateway.domain.openai.validation import parse, validated
 from gateway.errors import BadRequestError
 from gateway.settings import GatewaySettings
@@ -95,7 +96,10 @@ def _tokenized(
             add_bos = False
     else:
         # A template writes the BOS token itself.
-        text, add_bos = render_chat(served, chat), body.add_special_tokens is True
+        text, add_bos = (
+            render_chat(served, chat, shown_tools(chat)),
+            body.add_special_tokens is True,
+        )
     tokens = served.tokenizer.encode(text, add_bos=add_bos)
     strings = None
     if body.return_token_strs:

@@ -22,7 +22,6 @@ def _one_of(*values: object) -> Harmless:
 
 _UNSUPPORTED: dict[str, Harmless] = {
     # Field: the values that ask for nothing we cannot do. null is always one.
-    "tool_choice": _one_of("none", "auto"),
     "functions": _is_falsy,
     "function_call": _one_of("none", "auto"),
     "modalities": _one_of(["text"]),
@@ -53,6 +52,9 @@ _UNSUPPORTED: dict[str, Harmless] = {
     ),
 }
 
+_INSTEAD = {"functions": "tools", "function_call": "tool_choice"}
+"""Older names of what there is by another."""
+
 B = TypeVar("B", bound=GenerationBody)
 M = TypeVar("M", bound=BaseModel)
 
@@ -77,8 +79,9 @@ def parse(kind: type[B], body: bytes) -> B:
 
 
 def unsupported(name: str) -> BadRequestError:
+    instead = f" Use '{_INSTEAD[name]}'." if name in _INSTEAD else ""
     return BadRequestError(
-        f"This server does not support the given value of '{name}'.",
+        f"This server does not support the given value of '{name}'.{instead}",
         param=name,
         code="unsupported_parameter",
     )
@@ -102,8 +105,6 @@ def _check_chat(request: ChatCompletionRequest) -> None:
         raise unsupported("echo")
     if request.best_of is not None and request.best_of != request.num_choices:
         raise unsupported("best_of")
-    if request.tools and request.tool_choice != "none":
-        raise unsupported("tools")
 
 
 def _check_completion(request: CompletionRequest) -> None:
@@ -119,7 +120,11 @@ def _wrong(name: str, sentence: str) -> BadRequestError:
     return BadRequestError(f"'{name}' {sentence}", param=name, code="invalid_value")
 
 
-_CODES = {"missing": "missing_required_parameter", "unsupported_modality": "unsupported_value"}
+_CODES = {
+    "missing": "missing_required_parameter",
+    "unsupported_modality": "unsupported_value",
+    "unsupported_value": "unsupported_value",
+}
 
 
 def _bad_request(details: ErrorDetails) -> BadRequestError:

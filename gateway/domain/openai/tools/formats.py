@@ -6,6 +6,8 @@ mistral  `[TOOL_CALLS][{"name": …, "arguments": {…}}]`, since its version 11
 json     such an object or an array of them at the beginning of an answer, without marks
 """
 
+from dataclasses import replace
+
 from gateway.domain.openai.tools.parser import Framing
 from models.chat_format import ToolFormat
 
@@ -15,3 +17,9 @@ FRAMINGS: dict[ToolFormat, Framing] = {
     "mistral": Framing(open="[TOOL_CALLS]", has_arrays=True, named="[ARGS]"),
     "json": Framing(is_bare=True, has_arrays=True),
 }
+
+
+def framing(tools: ToolFormat, *, is_bound: bool) -> Framing:
+    """Of an answer; calls that a grammar forces may come as a bare array in every format."""
+    found = FRAMINGS[tools]
+    return replace(found, is_bare=True, has_arrays=True) if is_bound else found

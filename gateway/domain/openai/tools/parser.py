@@ -41,13 +41,24 @@ class Framing:
 class CallParser:
     """A `PartParser` of one choice."""
 
-    def __init__(self, framing: Framing, names: frozenset[str], *, parallel: bool = True) -> None:
-        """`names` are those that may be called. Without `parallel` nothing after the first call counts."""
+    def __init__(
+        self,
+        framing: Framing,
+        names: frozenset[str],
+        *,
+        parallel: bool = True,
+        is_required: bool = False,
+    ) -> None:
+        """`names` are those that may be called. Without `parallel` nothing after the first call counts.
+
+        `is_required`: what is held back at the end is no text, but a call that was cut.
+        """
         self.num_reasoning_tokens = 0
         self.is_plain = False
         self._framing = framing
         self._names = names
         self._parallel = parallel
+        self._is_required = is_required
         self._state: Callable[[], bool] = self._begin
         self._out: list[Part] = []
         self._buffer = ""
@@ -78,12 +89,8 @@ class CallParser:
         return out
 
     def finish(self) -> list[Part]:
-        if self._state in (self._opened, self._named, self._in_call) and not self._is_told:
-            self._give(self._raw + self._buffer)
-        elif self._state in (self._begin, self._in_text):
-            self._write(self._buffer)
-            if not self._num_calls and self._blank:
-                self._give(self._blank)
+        if not self._is_required:
+            self._give_rest()
         self._state, self._buffer, self._raw = self._ignore, "", ""
         out, self._out = self._out, []
         return out
@@ -227,6 +234,15 @@ class CallParser:
         if not self._is_told:
             self._give(self._raw)
         self._raw, self._is_told = "", False
+
+    def _give_rest(self) -> None:
+        """What was held back, at the end."""
+        if self._state in (self._opened, self._named, self._in_call) and not self._is_told:
+            self._give(self._raw + self._buffer)
+        elif self._state in (self._begin, self._in_text):
+            self._write(self._buffer)
+            if not self._num_calls and self._blank:
+                self._give(self._blank)
 
     def _write(self, text: str) -> None:
         """Give text, but hold back white space that nothing but a call may follow."""

@@ -1,0 +1,111 @@
+"""How the answer to a chat is read: as calls and reasoning too, if the chat or the model is of that kind."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import msgspec
+
+from gateway.directory import ServedModel
+from gateway.domain.openai.grammars import checked
+from gateway.domain.openai.parts import PartParser
+from gateway.domain.openai.prompts import Prompt
+from gateway.domain.openai.reasoning import PlainText, ReasoningParser
+from gateway.domain.openai.schemas import ChatCompletionRequest
+from gateway.domain.openai.tools.formats import framing
+from gateway.domain.openai.tools.grammar import answer_grammar, call_grammar, schema_fault
+from gateway.domain.openai.tools.offer import ToolOffer
+from gateway.domain.openai.tools.parser import CallParser
+from gateway.errors import BadRequestError
+from models.tokenizer import TextTokenizer
+from workers.protocol import Grammar
+
+_MOST_MARK_TOKENS = 64
+"""Tokens at a prompt's end that are looked at for the mark that opens reasoning."""
+
+
+@dataclass(frozen=True)
+class Reading:
+    """Of one chat."""
+
+    offer: ToolOffer | None
+    parser: Callable[[], PartParser]
+    """Makes that of one choice."""
+    grammar: Grammar | None
+    """What the whole of the answer must match."""
+    keeps_special: bool
+    """Marks are special tokens, which the text must have."""
+
+    def shaped(self, prompt: Prompt) -> Prompt:
+        """The prompt with parameters that make the answer such a one."""
+        sampling = msgspec.structs.replace(
+            prompt.sampling,
+            grammar=self.grammar,
+            skip_special_tokens=prompt.sampling.skip_special_tokens and not self.keeps_special,
+        )
+        return replace(prompt, sampling=sampling)
+
+
+def reading_of(
+    served: ServedModel,
+    body: ChatCompletionRequest,
+    offer: ToolOffer | None,
+    wanted: Grammar | None,
+    prompt: Prompt,
+) -> Reading | None:
+    """None if all that the model writes is text; `wanted` is what the answer must match if it is no call."""
+    form = served.format
+    marks = form.reasoning
+    if offer is None and marks is None:
+        return None
+    is_open = marks is not None and _ends_with(served.tokenizer, prompt.token_ids, marks[0])
+    grammar = answer_grammar(form, offer, wanted, is_open=is_open)
+    calls = framing(form.tools, is_bound=grammar is not None)
+    is_shown = body.include_reasoning is not False
+
+    def parser() -> PartParser:
+        answer: PartParser = PlainText()
+        if offer is not None:
+            answer = CallParser(
+                calls, offer.names, parallel=offer.parallel, is_required=offer.is_required
+            )
+        if marks is None:
+            return answer
+        return ReasoningParser(marks, answer, is_open=is_open, is_shown=is_shown)
+
+    return Reading(offer, parser, grammar, keeps_special=bool(form.special_marks))
+
+
+async def check_required_call(
+    served: ServedModel, body: ChatCompletionRequest, offer: ToolOffer
+) -> None:
+    """Raises `BadRequestError` if this model's answers cannot be bound to the tools' schemas."""
+    if not served.card.takes_grammars:
+        raise BadRequestError(
+            "This model cannot be made to call a tool: 'tool_choice' may be 'none' or 'auto'.",
+            param="tool_choice",
+            code="unsupported_parameter",
+        )
+    try:
+        await checked(call_grammar(served.format, offer), "tools")
+    except BadRequestError as error:
+        fault = schema_fault(error.message)
+        if fault is None:
+            raise
+        number, sentence = fault
+        names = [tool.function.name for tool in body.tools or ()]
+        place = names.index(offer.callable[number].name)
+        param = f"tools[{place}].function.parameters"
+        message = f"Invalid '{param}': {sentence}"[:500]
+        raise BadRequestError(message, param=param, code="invalid_value") from error
+
+
+def _ends_with(tokenizer: TextTokenizer, token_ids: Sequence[int], mark: str) -> bool:
+    """Whether a prompt ends with `mark`, but for white space. Cheap where it does not."""
+    wanted, end = mark.encode(), b""
+    for token_id in reversed(token_ids[-_MOST_MARK_TOKENS:]):
+        end = (tokenizer.token_bytes(token_id) + end).rstrip()
+        if len(end) >= len(wanted):
+            return end.endswith(wanted)
+        if not wanted.endswith(end):
+            return False
+    return False
