@@ -51,7 +51,10 @@ Command = GenerateRequest | AbortRequest | _FailAll | None
 
 
 def terminal(
-    request: GenerateRequest, reason: FinishReason, error: str | None = None
+    request: GenerateRequest,
+    reason: FinishReason,
+    error: str | None = None,
+    param: str | None = None,
 ) -> list[OutputDelta]:
     """The deltas of a request that ends before it began: one for each choice, the last with usage."""
     num_choices = max(1, request.n)
@@ -64,6 +67,7 @@ def terminal(
             finish_reason=reason,
             error=error,
             usage=usage if choice == num_choices - 1 else None,
+            param=param,
         )
         for choice in range(num_choices)
     ]
@@ -162,7 +166,7 @@ class EngineThread:
         try:
             engine.add(request)
         except RequestError as error:
-            return terminal(request, FinishReason.ERROR, str(error))
+            return terminal(request, FinishReason.ERROR, str(error), error.param)
         return []
 
     def _fail(self, engine: Engine) -> None:

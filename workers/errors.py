@@ -25,4 +25,7 @@ class HopelessLoadError(LoadError):
 
 
 class RequestError(WorkerError):
-    pass
+    def __init__(self, sentence: str, param: str | None = None) -> None:
+        """`param` is the field of the client's body that is at fault, if one is."""
+        super().__init__(sentence)
+        self.param = param

@@ -52,6 +52,19 @@ class Params:
         return cls(*floats.unbind(1), *packed[:, len(FLOATS) :].unbind(1))
 
 
+def restrict(logits: Tensor, allowed: Tensor) -> Tensor:
+    """Logits [N, V], those of tokens that are not allowed at minus infinity.
+
+    `allowed` [N, ⌈V / 32⌉] int32 has a bit for each token, the lowest first.
+    """
+    places = torch.arange(_BITS, dtype=torch.int32, device=allowed.device)
+    bits = torch.ones_like(places) << places
+    is_allowed = ((allowed[:, :, None] & bits) != 0).reshape(logits.shape[0], -1)[
+        :, : logits.shape[1]
+    ]
+    return logits.masked_fill(~is_allowed, float("-inf"))
+
+
 def sample(logits: Tensor, greedy: Tensor, packed: Tensor, *, truncates: bool = True) -> Tensor:
     """Tokens [N] int32 from logits [N, V]; rows of temperature 0 keep `greedy` [N] int32.
 

@@ -49,6 +49,7 @@ if TYPE_CHECKING:
     from torchtpu.compiler import StepCompiler
     from torchtpu.ops.attention import CacheShape, Kernel
     from workers.engine.cache_plan import CachePlan, GroupNeeds
+    from workers.engine.engine import EngineParts
     from workers.engine.memory_plan import MemoryPlan
     from workers.engine.model_runner import ModelRunner
     from workers.engine.step_log import StepSink
@@ -159,31 +160,37 @@ class EngineBuilder:
         from tokenizers import Tokenizer
 
         from workers.engine.engine import EngineParts, ModelEngine
+        from workers.engine.grammars import Grammars
         from workers.engine.scheduler import Scheduler, SchedulerConfig
 
         tokens = read_tokenizer(self._local.path)
+        tokenizer_json, ends = tokens.tokenizer_json.decode(), self._info.eos_token_ids
+        grammars = Grammars(tokenizer_json, self._info.vocab_size, ends)
         limits = SchedulerConfig(self._ladder, max_step_tokens=self._config.max_step_tokens)
         runner, plan = self._runner()
         cache = plan.new_cache()
+        self._progress("warming up", 0.2)
+        runner.warm_up(self._warm_up_progress)
+        if grammars.why_not is not None:
+            log.warning("Structured output is refused: %s.", grammars.why_not)
         parts = EngineParts(
             runner=runner,
             scheduler=Scheduler(limits, cache),
             cache=cache,
-            tokenizer=Tokenizer.from_str(tokens.tokenizer_json.decode()),
+            tokenizer=Tokenizer.from_str(tokenizer_json),
             context_len=self._context_len,
-            eos_token_ids=self._info.eos_token_ids,
+            eos_token_ids=ends,
             vocab_size=self._info.vocab_size,
+            grammars=grammars if grammars.why_not is None else None,
             step_sink=sink,
         )
-        self._progress("warming up", 0.2)
-        runner.warm_up(self._warm_up_progress)
         counters = runner.counters
         log.info(
             "%d programs compiled, %d read from the cache",
             counters.num_compiled,
             counters.num_loaded,
         )
-        return LoadedEngine(ModelEngine(parts), self._card(tokens))
+        return LoadedEngine(ModelEngine(parts), self._card(tokens, parts))
 
     def _runner(self) -> "tuple[ModelRunner, CachePlan]":
         from torchtpu.ops import attention
@@ -301,7 +308,7 @@ class EngineBuilder:
         what = f"warming up: program {done + 1} of {total}" if name else "ready"
         self._progress(what, 0.2 + 0.8 * done / total)
 
-    def _card(self, tokens: TokenizerInfo) -> ModelCard:
+    def _card(self, tokens: TokenizerInfo, parts: "EngineParts") -> ModelCard:
         template = tokens.chat_template or ""
         return ModelCard(
             model=self._config.served_name,
@@ -314,6 +321,7 @@ class EngineBuilder:
             add_bos=tokens.add_bos,
             digest=hashlib.sha256(tokens.tokenizer_json + template.encode()).hexdigest(),
             max_choices=self._ladder.max_rows,
+            takes_grammars=parts.grammars is not None,
         )
 
 

@@ -3,33 +3,44 @@
 While the device runs step k the host collects step k-1 and schedules step k+1; sampled tokens are fed
 back on the device, so no step waits for the host. A sequence whose end is discovered one step late has
 run one row too many; that row's result is dropped.
+
+Where a grammar binds a row, what it has said must be known before the next token is drawn. The order is then:
+dispatch the model of step k -> collect and emit step k-1 -> find out what may be drawn -> dispatch the drawing
+of step k. The device runs the model meanwhile.
 """
 
 import logging
 import secrets
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 
+import numpy as np
+from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
+from workers.engine.binding import Binding
 from workers.engine.checks import check_sampling
+from workers.engine.grammars import Grammars
 from workers.engine.interface import EXPIRED, EngineStats
 from workers.engine.kv_cache import BlockTable, KVCache, salt_of
 from workers.engine.model_runner import ModelRunner, StepHandle
 from workers.engine.output_processor import ChoiceOutput, Emission, TokenizerDetokenizer
 from workers.engine.outputs import PrefillSegment, StepPlan, StepResults, is_current
 from workers.engine.request import Sequence, Status, fold_seed
+from workers.engine.resident import Resident
 from workers.engine.scheduler import Scheduler
 from workers.engine.step_log import EngineLoad, StepLog, StepSink, describe
 from workers.errors import RequestError
-from workers.protocol import FinishReason, GenerateRequest, OutputDelta, Usage
+from workers.protocol import FinishReason, GenerateRequest, OutputDelta
 
 log = logging.getLogger(__name__)
 
 MAX_FAILED_STEPS = 3
 """After so many failed steps in a row the fault is the engine's, not a passing one."""
+IDLE_S = 0.01
+"""The longest that a step waits for a grammar to be ready if there is nothing else to do."""
 DETOKENIZER_CONTEXT = 6
 """Prompt tokens a detokenizer sees, so that it knows it does not stand at the start of a text."""
 _SEED_STEP = 0x9E3779B9
@@ -46,6 +57,8 @@ class EngineParts:
     context_len: int
     eos_token_ids: frozenset[int]
     vocab_size: int
+    grammars: Grammars | None = None
+    """None if answers of this model cannot be bound."""
     step_sink: StepSink | None = None
     """Takes a record of each step."""
     clock: Callable[[], float] = time.time
@@ -56,33 +69,6 @@ class EngineParts:
         return self.cache.block_len
 
 
-@dataclass
-class _Resident:
-    """A request in the engine."""
-
-    request: GenerateRequest
-    sequences: list[Sequence]
-    next_seq: int = 0
-    num_finished: int = 0
-    unsent_tokens: list[int] = field(default_factory=list)
-    """Per choice, tokens counted but not yet in a delta."""
-    started_s: float = 0.0
-    """Dispatch of its first step; 0 before."""
-    first_token_s: float = 0.0
-    """When its first token was read; 0 before."""
-
-    def usage(self, now_s: float) -> Usage:
-        begun_s = self.started_s or now_s
-        prefilled_s = self.first_token_s or now_s
-        return Usage(
-            prompt_tokens=len(self.request.prompt_token_ids),
-            completion_tokens=sum(s.output.num_tokens for s in self.sequences),
-            cached_tokens=min(s.num_cached for s in self.sequences),
-            prefill_s=prefilled_s - begun_s,
-            decode_s=now_s - prefilled_s,
-        )
-
-
 class ModelEngine:
     """Continuous batching of one model; see `workers.engine.interface.Engine` for the contract."""
 
@@ -90,7 +76,8 @@ class ModelEngine:
         self._parts = parts
         self._runner = parts.runner
         self._scheduler = parts.scheduler
-        self._residents: dict[str, _Resident] = {}
+        self._grammars = parts.grammars
+        self._residents: dict[str, Resident] = {}
         self._in_flight: StepHandle | None = None
         self._num_failed_steps = 0
         self._num_arrivals = 0
@@ -126,6 +113,9 @@ class ModelEngine:
                 f"holds {self._parts.cache.num_tokens}."
             )
         check_sampling(request, self._parts.vocab_size)
+        grammar = request.sampling.grammar
+        if grammar is not None and self._grammars is None:
+            raise RequestError("it is not supported by this model.", grammar.param)
         given = request.sampling.seed
         base = secrets.randbits(32) if given is None else fold_seed(given)
         sequences = [
@@ -134,11 +124,14 @@ class ModelEngine:
         ]
         if not self._residents:
             self._log.resident()
-        self._residents[request.request_id] = _Resident(
-            request, sequences, unsent_tokens=[0] * request.n
-        )
+        self._residents[request.request_id] = Resident(request, sequences)
         for sequence in sequences:
-            self._scheduler.add(sequence)
+            if grammar is None:
+                self._scheduler.add(sequence)
+            else:
+                sequence.status = Status.PREPARING
+        if grammar is not None and self._grammars is not None:
+            self._grammars.start(request.request_id, grammar)
 
     def abort(self, request_id: str) -> list[OutputDelta]:
         return self._end(request_id, Emission("", FinishReason.ABORT))
@@ -153,24 +146,19 @@ class ModelEngine:
         return deltas
 
     def has_work(self) -> bool:
-        return self._in_flight is not None or self._scheduler.has_work()
+        return self._has_steps() or bool(self._preparing)
 
     def step(self) -> list[OutputDelta]:
+        deltas = self._admit_prepared()
         self._log.begin()
-        deltas = self._expire()
+        deltas += self._expire()
         plan = self._scheduler.schedule()
         try:
-            dispatched = self._dispatch(plan) if plan else None
-            results = self._in_flight.collect() if self._in_flight else StepResults([])
+            dispatched = self._dispatch(plan, deltas) if plan else None
+            self._collect(deltas)
         except RuntimeError:
             self._recover()
             return deltas
-        if self._in_flight:
-            # Only a collected step is known to be good: a dispatch may fail later, on the device.
-            self._num_failed_steps = 0
-            self._log.collected()
-            deltas += self._emit(self._in_flight.plan, results)
-            self._log.emitted(self._load)
         self._in_flight = dispatched
         if not self.has_work():
             self._scheduler.check_integrity()
@@ -181,7 +169,7 @@ class ModelEngine:
         total = self._num_computed + self._num_padded
         return EngineStats(
             num_running=len(running),
-            num_waiting=len(waiting),
+            num_waiting=len(waiting) + len(self._preparing),
             kv_usage=self._parts.cache.usage,
             steps=self._num_steps,
             prompt_tokens=self._num_prompt_tokens,
@@ -203,18 +191,75 @@ class ModelEngine:
     def _expire(self) -> list[OutputDelta]:
         """End requests whose deadline has passed before any choice of them has started."""
         now_s = self._parts.clock()
-        late = [s for s in self._scheduler.waiting if 0 < s.request.deadline_s < now_s]
+        waiting = (*self._scheduler.waiting, *self._preparing)
+        late = [s for s in waiting if 0 < s.request.deadline_s < now_s]
         deltas: list[OutputDelta] = []
         for request_id in dict.fromkeys(s.request.request_id for s in late):
             if not any(s.has_started for s in self._residents[request_id].sequences):
                 deltas += self._end(request_id, Emission("", FinishReason.ERROR), EXPIRED)
         return deltas
 
-    def _dispatch(self, plan: StepPlan) -> StepHandle:
+    def _dispatch(self, plan: StepPlan, deltas: list[OutputDelta]) -> StepHandle:
         self._log.scheduled(partial(describe, plan))
-        handle = self._runner.dispatch(plan)
-        self._log.launched()
+        if not plan.bound:
+            handle = self._runner.dispatch(plan)
+            self._log.launched()
+        else:
+            handle = self._runner.dispatch(plan, partial(self._allowed, plan, deltas))
+            self._log.drawn()
         return handle
+
+    def _allowed(self, plan: StepPlan, deltas: list[OutputDelta]) -> NDArray[np.int32]:
+        """What each sample of a step may draw. The tokens before it are read, unless none was drawn yet."""
+        assert self._grammars is not None
+        self._log.launched()
+        if not all(sample.is_start for sample in plan.bound):
+            self._collect(deltas)
+        return self._grammars.allowed(plan)
+
+    def _collect(self, deltas: list[OutputDelta]) -> None:
+        """Wait for the step in flight, if there is one, and add what comes out of it."""
+        if self._in_flight is None:
+            return
+        results = self._in_flight.collect()
+        # Only a collected step is known to be good: a dispatch may fail later, on the device.
+        self._num_failed_steps = 0
+        self._log.collected()
+        plan, self._in_flight = self._in_flight.plan, None
+        deltas += self._emit(plan, results)
+        self._log.emitted(self._load)
+
+    def _has_steps(self) -> bool:
+        return self._in_flight is not None or self._scheduler.has_work()
+
+    @property
+    def _preparing(self) -> list[Sequence]:
+        """Choices of requests whose grammars are not ready."""
+        if self._grammars is None:
+            return []
+        return [s for i in self._grammars.waiting for s in self._residents[i].sequences]
+
+    def _admit_prepared(self) -> list[OutputDelta]:
+        """Let those begin whose grammars are ready, and end those whose grammars are none."""
+        deltas: list[OutputDelta] = []
+        if self._grammars is None or not self._grammars.waiting:
+            return deltas
+        if not self._has_steps():
+            self._grammars.wait(IDLE_S)
+        for request_id, ready in self._grammars.take_ready():
+            if isinstance(ready, str):
+                deltas += self._refuse(request_id, ready)
+                continue
+            for sequence in self._residents[request_id].sequences:
+                sequence.binding = Binding(ready.deep_copy())
+                self._scheduler.add(sequence)
+        return deltas
+
+    def _refuse(self, request_id: str, error: str) -> list[OutputDelta]:
+        """End a request whose grammar cannot be matched."""
+        grammar = self._residents[request_id].request.sampling.grammar
+        param = None if grammar is None else grammar.param
+        return self._end(request_id, Emission("", FinishReason.ERROR), error, param)
 
     def _load(self) -> EngineLoad:
         return EngineLoad(
@@ -260,8 +305,17 @@ class ModelEngine:
             self._num_generated += 1
             if results.logprobs is not None:
                 sequence.logprobs.add(results.logprobs, sample.place, token)
-            deltas += self._advance(sequence, sequence.output.push(token))
+            if sequence.binding is None:
+                deltas += self._advance(sequence, sequence.output.push(token))
+            else:
+                deltas += self._advance_bound(sequence, sequence.binding, token)
         return deltas
+
+    def _advance_bound(self, sequence: Sequence, binding: Binding, token: int) -> list[OutputDelta]:
+        binding.advance(token)
+        if binding.error is not None:
+            return self._refuse(sequence.request.request_id, binding.error)
+        return self._advance(sequence, sequence.output.push(token, is_last=binding.is_over))
 
     def _advance(self, sequence: Sequence, emission: Emission) -> list[OutputDelta]:
         resident = self._residents[sequence.request.request_id]
@@ -272,7 +326,12 @@ class ModelEngine:
         return [self._delta(resident, sequence, emission)]
 
     def _delta(
-        self, resident: _Resident, sequence: Sequence, emission: Emission, error: str | None = None
+        self,
+        resident: Resident,
+        sequence: Sequence,
+        emission: Emission,
+        error: str | None = None,
+        param: str | None = None,
     ) -> OutputDelta:
         """One delta; if it is the request's last one, the request leaves the engine."""
         if emission.finish_reason is not None:
@@ -282,6 +341,8 @@ class ModelEngine:
         is_last = resident.num_finished == len(resident.sequences)
         if is_last:
             del self._residents[resident.request.request_id]
+            if self._grammars is not None:
+                self._grammars.forget(resident.request.request_id)
         num_tokens, resident.unsent_tokens[sequence.choice] = (
             resident.unsent_tokens[sequence.choice],
             0,
@@ -299,17 +360,22 @@ class ModelEngine:
             usage=resident.usage(self._log.now()) if is_last else None,
             logprobs=sequence.logprobs.take(),
             prompt_logprobs=sequence.logprobs.take_prompt(),
+            param=param,
         )
 
     def _end(
-        self, request_id: str, emission: Emission, error: str | None = None
+        self,
+        request_id: str,
+        emission: Emission,
+        error: str | None = None,
+        param: str | None = None,
     ) -> list[OutputDelta]:
         """Terminal deltas for all unfinished choices of a request."""
         resident = self._residents.get(request_id)
         if resident is None:
             return []
         unfinished = [s for s in resident.sequences if s.status is not Status.FINISHED]
-        return [self._delta(resident, sequence, emission, error) for sequence in unfinished]
+        return [self._delta(resident, sequence, emission, error, param) for sequence in unfinished]
 
     def _count(self, plan: StepPlan) -> None:
         self._num_steps += 1

@@ -11,7 +11,9 @@ from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -34,6 +36,8 @@ if TYPE_CHECKING:
 
 WarmUpProgress = Callable[[int, int, str], None]
 """`progress(done, total, bucket name)`."""
+Allowed = Callable[[], NDArray[np.int32]]
+"""Gives a bit for each token that each sample may draw, [num_samples, ⌈vocab / 32⌉]."""
 
 
 @dataclass(frozen=True)
@@ -174,10 +178,14 @@ class ModelRunner:
         inputs = self._inputs(StepPlan(bucket, [], []))
         return self._compiler.start(f"step-{bucket.name}", step, inputs, donated)
 
-    def dispatch(self, plan: StepPlan) -> StepHandle:
-        """Start a step; returns at once. An exception means that the cache is lost."""
+    def dispatch(self, plan: StepPlan, allowed: Allowed | None = None) -> StepHandle:
+        """Start a step; returns at once. An exception means that the cache is lost.
+
+        `allowed` is asked while the device runs the model: it may wait for the step before.
+        """
         greedy, logits = self._run(plan)
-        tokens, self._newest = self._sampler.draw(plan, logits, greedy, self._newest)
+        masks = None if allowed is None else allowed()
+        tokens, self._newest = self._sampler.draw(plan, logits, greedy, self._newest, masks)
         return StepHandle(plan, tokens, self._sampler.report(plan, logits, tokens))
 
     def _inputs(self, plan: StepPlan) -> list[Tensor]:

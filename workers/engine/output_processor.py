@@ -122,10 +122,15 @@ class ChoiceOutput:
         self.end_token_ids = eos | frozenset(self.sampling.stop_token_ids)
         self.stops = StopStrings(self.sampling.stop)
 
-    def push(self, token: int) -> Emission:
-        """Account for one generated token. Its text is not sent if the token itself ends the choice."""
+    def push(self, token: int, *, is_last: bool = False) -> Emission:
+        """Account for one generated token. Its text is not sent if the token itself ends the choice.
+
+        With `is_last` nothing can come after it: it ends the choice, early or not.
+        """
         self.num_tokens += 1
-        early = self.num_tokens < self.sampling.min_tokens
+        early = self.num_tokens < self.sampling.min_tokens and not is_last
+        if is_last and token in self.eos_token_ids:
+            return Emission(self.stops.flush(), FinishReason.STOP)
         if not early and token in self.end_token_ids:
             stop_reason = None if token in self.eos_token_ids else token
             return Emission(self.stops.flush(), FinishReason.STOP, stop_reason)
@@ -134,6 +139,8 @@ class ChoiceOutput:
             text = self.stops.push(text)
         if self.stops.found is not None:
             return Emission(text, FinishReason.STOP, self.stops.found)
+        if is_last:
+            return Emission(text + self.stops.flush(), FinishReason.STOP)
         if self.num_tokens >= self.max_tokens:
             return Emission(text + self.stops.flush(), FinishReason.LENGTH)
         return Emission(text)

@@ -72,12 +72,17 @@ class Sample(NamedTuple):
         return isinstance(self.entry, PrefillSegment)
 
     @property
-    def is_endless(self) -> bool:
+    def is_early(self) -> bool:
         """Whether the answer is too short for an end token."""
         sequence = self.entry.sequence
         num_before = self.position - len(sequence.request.prompt_token_ids)
         is_early = num_before < sequence.request.sampling.min_tokens
         return is_early and bool(sequence.output.end_token_ids)
+
+    @property
+    def is_endless(self) -> bool:
+        """The same where no grammar says which tokens may come, and when that is the end alone."""
+        return self.is_early and self.entry.sequence.binding is None
 
     @property
     def draw(self) -> Draw:
@@ -153,6 +158,11 @@ class StepPlan:
     def draw(self) -> Draw:
         """The cheapest way to choose this step's tokens that does justice to all of its rows."""
         return max((sample.draw for sample in self.samples), default=Draw.GREEDY)
+
+    @cached_property
+    def bound(self) -> list[Sample]:
+        """The samples whose tokens a grammar chooses from."""
+        return [sample for sample in self.samples if sample.entry.sequence.binding is not None]
 
     @property
     def reports(self) -> bool:

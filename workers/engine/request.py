@@ -4,6 +4,7 @@ import sys
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
+from workers.engine.binding import Binding
 from workers.engine.kv_cache import BlockTable
 from workers.engine.logprobs import ChoiceLogprobs
 from workers.engine.output_processor import ChoiceOutput
@@ -16,6 +17,8 @@ _HIGH_BITS = 0x9E3779B1
 
 
 class Status(Enum):
+    PREPARING = auto()
+    """Its grammar is being compiled; the scheduler does not know it yet."""
     WAITING = auto()
     """Not started; holds no blocks."""
     RUNNING = auto()
@@ -61,6 +64,8 @@ class Sequence:
     """Counts preemptions: results of an earlier epoch are dropped."""
     arrived_s: float = 0.0
     """When the engine got it, on the clock of its step log."""
+    binding: Binding | None = None
+    """To the grammar that its answer must match, with exactly the tokens of the answer behind it."""
 
     logprobs: ChoiceLogprobs = field(init=False)
 

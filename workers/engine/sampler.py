@@ -7,6 +7,9 @@ The step program itself gives greedy tokens; a program from here runs only if a 
             ├─ TRUNCATED  and top-k, top-p … ───┤
             └─ PENALISED  and facts, bias ──────┘     facts: how often a row's answer has each token
 
+If a grammar binds a row, another program goes before them: it gives logits in which only allowed tokens are
+left, and the greedy tokens of those. Log-probabilities are of the logits as they were.
+
 The facts live on the device because the host learns of a token one step late: a row that penalises
 anything gets them from its known tokens when it starts, then the program counts what it draws. They are
 donated, so a failed step loses them; `reset` makes new ones, and all rows start again.
@@ -25,9 +28,10 @@ from torchtpu.compiler import Program, StepCompiler
 from torchtpu.device import Device
 from torchtpu.ops import sampling
 from workers.engine.outputs import Draw, StepPlan
-from workers.engine.sampling_batch import pack_params, pack_row, pack_targets
+from workers.engine.sampling_batch import pack_allowed, pack_params, pack_row, pack_targets
 
 _SET_ROW = "set-row"
+_RESTRICT = "restrict"
 _LOGPROBS = "logprobs"
 
 
@@ -73,16 +77,31 @@ class Sampler:
 
     def probe(self, plan: StepPlan, logits: Tensor, greedy: Tensor, newest: Tensor) -> Tensor:
         """Run each program for the plan's number of logits rows; gives `newest`, which was donated."""
-        tokens = greedy
+        allowed = np.full(
+            (plan.bucket.num_samples, num_words(self._config.vocab_size)), -1, np.int32
+        )
+        tokens, newest = self.draw(plan, logits, greedy, newest, allowed)
         for draw in (Draw.PLAIN, Draw.TRUNCATED, Draw.PENALISED):
             tokens, newest = self._draw(draw, plan, logits, greedy, newest)
         self._report(plan, logits, tokens).cpu()
         return newest
 
     def draw(
-        self, plan: StepPlan, logits: Tensor, greedy: Tensor, newest: Tensor
+        self,
+        plan: StepPlan,
+        logits: Tensor,
+        greedy: Tensor,
+        newest: Tensor,
+        allowed: NDArray[np.int32] | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Tokens [num_samples] int32, and `newest` with them: it is donated."""
+        """Tokens [num_samples] int32, and `newest` with them: it is donated.
+
+        `allowed` [num_samples, words] int32 has a bit for each token that may be drawn; without it all may.
+        """
+        if allowed is not None:
+            packed = self._upload(pack_allowed(plan, self._config.max_rows, allowed))
+            program = self._programs[_RESTRICT, plan.bucket.num_samples]
+            logits, greedy, newest = program([packed, logits, newest])
         if plan.draw is Draw.GREEDY:
             return greedy, newest
         return self._draw(plan.draw, plan, logits, greedy, newest)
@@ -100,6 +119,8 @@ class Sampler:
         for draw in (Draw.PLAIN, Draw.TRUNCATED):
             inputs = [logits, tokens, params, newest]
             self._start(draw.name, size, make_draw(draw), inputs, [3])
+        packed = self._upload(np.zeros(size * (1 + num_words(self._config.vocab_size)), np.int32))
+        self._start(_RESTRICT, size, restrict, [packed, logits, newest], [2])
         inputs = [logits, params, self._bias, newest, self._facts]
         self._start(Draw.PENALISED.name, size, draw_penalised, inputs, [3, 4])
         self._start(_LOGPROBS, size, report, [logits, tokens, targets], [])
@@ -149,6 +170,20 @@ class Sampler:
 def state_bytes(max_rows: int, vocab_size: int) -> int:
     """Device memory of facts and bias."""
     return (max_rows + 1) * vocab_size * (torch.int32.itemsize + torch.float32.itemsize)
+
+
+def num_words(vocab_size: int) -> int:
+    """Of 32 bits, one for each token."""
+    return -(-vocab_size // 32)
+
+
+def restrict(packed: Tensor, logits: Tensor, newest: Tensor) -> tuple[Tensor, ...]:
+    """Logits [N, V] that leave only what `sampling_batch.pack_allowed` allows, their greedy tokens, newest."""
+    num_samples = logits.shape[0]
+    logits = sampling.restrict(logits, packed[num_samples:].view(num_samples, -1))
+    tokens = sampling.argmax(logits)
+    newest[packed[:num_samples].long()] = tokens
+    return logits, tokens, newest
 
 
 def make_draw(draw: Draw) -> Callable[..., tuple[Tensor, ...]]:

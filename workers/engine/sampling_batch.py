@@ -26,8 +26,16 @@ def pack_params(plan: StepPlan, trash_row: int) -> NDArray[np.int32]:
     if plan.samples:
         places = [sample.place for sample in plan.samples]
         floats[places, :_NUM_FLOATS] = [_floats(sample) for sample in plan.samples]
-        packed[places, _NUM_FLOATS:] = [_integers(sample) for sample in plan.samples]
+        packed[places, _NUM_FLOATS:] = [_integers(sample, trash_row) for sample in plan.samples]
     return packed
+
+
+def pack_allowed(plan: StepPlan, trash_row: int, allowed: NDArray[np.int32]) -> NDArray[np.int32]:
+    """[num_samples · (1 + words)] int32: the row of each sample, then `allowed` [num_samples, words]."""
+    rows = np.full(plan.bucket.num_samples, trash_row, np.int32)
+    for sample in plan.samples:
+        rows[sample.place] = _row(sample.sequence, trash_row)
+    return np.concatenate([rows, allowed.reshape(-1)])
 
 
 def pack_targets(plan: StepPlan) -> NDArray[np.int32]:
@@ -66,10 +74,15 @@ def _floats(sample: Sample) -> tuple[float, ...]:
     )
 
 
-def _integers(sample: Sample) -> tuple[int, ...]:
+def _row(sequence: Sequence, trash_row: int) -> int:
+    """The sequence's row; one that ended while the step was on its way has none."""
+    return sequence.row if sequence.row >= 0 else trash_row
+
+
+def _integers(sample: Sample, trash_row: int) -> tuple[int, ...]:
     sequence = sample.sequence
     of = sequence.request.sampling
     switches = sampling.BIASED * bool(of.logit_bias) | sampling.ENDLESS * sample.is_endless
     # The seed's 32 bits as a signed number.
     seed = sequence.seed - ((sequence.seed >> 31) << 32)
-    return of.top_k, seed, sample.position, sequence.row, switches
+    return of.top_k, seed, sample.position, _row(sequence, trash_row), switches

@@ -54,6 +54,8 @@ class Scheduler:
         return bool(self.waiting or self.running)
 
     def add(self, sequence: Sequence) -> None:
+        if sequence.status is Status.PREPARING:
+            sequence.status = Status.WAITING
         self.waiting.add(sequence)
 
     def remove(self, sequence: Sequence) -> None:
@@ -61,7 +63,7 @@ class Scheduler:
         if sequence.status is Status.RUNNING:
             self._give_back(sequence)
             self.running.remove(sequence)
-        elif sequence.status is not Status.FINISHED:
+        elif sequence.status in (Status.WAITING, Status.PREEMPTED):
             self.waiting.remove(sequence)
         sequence.status = Status.FINISHED
 

@@ -211,6 +211,15 @@ class StepLog:
         self._mark_s = step.launched_s = self._clock()
         self.host_s += step.launched_s - step.dispatched_s
 
+    def drawn(self) -> None:
+        """After `launched`: its tokens are bound by a grammar, and the drawing is on its way only now.
+
+        The step before may have been collected and emitted meanwhile.
+        """
+        now_s = self._clock()
+        self.host_s += now_s - self._mark_s
+        self._mark_s = now_s
+
     def collected(self) -> None:
         """The results of the oldest open step are read, its tokens not yet handed out."""
         step, now_s = self._open[0], self._clock()
@@ -220,6 +229,7 @@ class StepLog:
     def emitted(self, load: Callable[[], EngineLoad]) -> None:
         """That step is over."""
         step, now_s = self._open.popleft(), self._clock()
+        self._mark_s = now_s
         self.host_s += now_s - step.completed_s
         self._write(step, now_s, load, is_failed=False)
 
