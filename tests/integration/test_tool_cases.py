@@ -94,7 +94,6 @@ PORT_NESS = ("lookup_tide", '{"harbour": "Port Ness"}')
 TIDE_CALL = call("lookup_tide", {"harbour": "Port Ness"})
 
 
-@COMING
 @pytest.mark.parametrize("choice", ["auto", "required"])
 def test_c07_a_call(shared_gateway: GatewayUnderTest, choice: str):
     for content, calls, reason in whole_and_streamed(
@@ -106,7 +105,6 @@ def test_c07_a_call(shared_gateway: GatewayUnderTest, choice: str):
         assert json.loads(arguments) == {"harbour": "Port Ness"}
 
 
-@COMING
 def test_c07_text_where_a_call_was_possible(shared_gateway: GatewayUnderTest):
     told = whole_and_streamed(shared_gateway, ["It is ", "high."], tools=[TIDE], tool_choice="auto")
     assert told == [("It is high.", [], "stop")] * 2
@@ -118,7 +116,6 @@ def test_c07_no_call_wanted(shared_gateway: GatewayUnderTest):
     assert told == [("".join(script), [], "stop")] * 2
 
 
-@COMING
 def test_c07_a_named_function(shared_gateway: GatewayUnderTest):
     choice = {"type": "function", "function": {"name": "lookup_moon"}}
     script = call("lookup_moon", {"day": "today"})
@@ -130,7 +127,6 @@ def test_c07_a_named_function(shared_gateway: GatewayUnderTest):
         assert reason in ("stop", "tool_calls")
 
 
-@COMING
 def test_c07_a_required_call_that_does_not_come(shared_gateway: GatewayUnderTest):
     answer = ask(shared_gateway, ["no"], tools=[TIDE], tool_choice="required")
     if answer.status_code == 200:
@@ -139,7 +135,6 @@ def test_c07_a_required_call_that_does_not_come(shared_gateway: GatewayUnderTest
         assert set(answer.json()["error"]) == {"message", "type", "param", "code"}
 
 
-@COMING
 @pytest.mark.parametrize("mode", ["auto", "required"])
 def test_c07_allowed_tools(shared_gateway: GatewayUnderTest, mode: str):
     named = [{"type": "function", "function": {"name": "lookup_tide"}}]
@@ -162,7 +157,6 @@ def test_c07_no_tools(shared_gateway: GatewayUnderTest, tools: Any, choice: Any)
         assert_error(answer, 400)
 
 
-@COMING
 def test_c07_an_unknown_function(shared_gateway: GatewayUnderTest):
     choice: dict[str, Any] = {"type": "function", "function": {"name": "no_such"}}
     for stream in (False, True):
@@ -171,7 +165,6 @@ def test_c07_an_unknown_function(shared_gateway: GatewayUnderTest):
         assert error["param"].startswith("tool_choice")
 
 
-@COMING
 def test_x03_a_call_that_is_cut(shared_gateway: GatewayUnderTest):
     for content, calls, reason in whole_and_streamed(
         shared_gateway, TIDE_CALL, tools=[TIDE], tool_choice="required", max_tokens=6
@@ -183,7 +176,6 @@ def test_x03_a_call_that_is_cut(shared_gateway: GatewayUnderTest):
             assert PORT_NESS[1].startswith(arguments)
 
 
-@pytest.mark.xfail(reason="reasoning is not split from text", strict=False)
 @pytest.mark.parametrize(
     ("script", "limits", "expected"),
     [

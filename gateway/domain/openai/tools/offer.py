@@ -4,8 +4,6 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-import msgspec
-
 from gateway.domain.openai.schemas import ChatCompletionRequest
 from gateway.domain.openai.tool_schemas import (
     AllowedTools,
@@ -40,11 +38,6 @@ class ToolOffer:
             {"type": "function", "function": _template_function(function)}
             for function in self.functions
         ]
-
-    @cached_property
-    def text_len(self) -> int:
-        """Bytes that they add to a prompt, about."""
-        return len(msgspec.json.encode(self.template_tools))
 
 
 def tool_offer(body: ChatCompletionRequest) -> ToolOffer | None:
