@@ -11,16 +11,15 @@ import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from importlib.resources import files
-from typing import Any, cast
 
 import msgspec
 from redis.asyncio import Redis
-from redis.asyncio.client import Pipeline
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
-from redis.exceptions import NoScriptError, RedisError
+from redis.exceptions import RedisError
 
 from gateway.errors import UnavailableError
+from workers.channel import Channel, Command, checked, entries_of
 from workers.protocol import (
     PAYLOAD_FIELD,
     REQUEST_GROUP,
@@ -43,8 +42,6 @@ _REPLIES_TTL_S = 60
 _MAX_BACKOFF_S = 2.0
 _SLICE = 128
 """So many deltas are handed out at once: each may wake a stream, and all that is woken runs in one go."""
-_Entries = list[tuple[bytes, list[tuple[bytes, dict[bytes, bytes]]]]]
-"""What XREAD gives: stream name and its (entry id, fields) pairs."""
 
 
 def connect(url: str, timeout_s: float) -> Redis:
@@ -76,7 +73,7 @@ class Outbox:
     """Writes requests and aborts; `run` is its only task. Aborts are kept while Redis is away."""
 
     def __init__(self, redis: Redis, *, retry_after_s: int) -> None:
-        self._redis = redis
+        self._channel = Channel(redis)
         self._retry_after_s = retry_after_s
         self._enqueues: list[_Enqueue] = []
         self._aborts: list[_Abort] = []
@@ -86,7 +83,6 @@ class Outbox:
         scripts = files("gateway") / "lua"
         self._enqueue_script = (scripts / "enqueue.lua").read_text()
         self._abort_script = (scripts / "abort.lua").read_text()
-        self._shas: tuple[str, str] | None = None
 
     async def enqueue(
         self, requests: tuple[GenerateRequest, ...], limit: int
@@ -137,7 +133,6 @@ class Outbox:
                 self._idle.set()
 
     def _give_up(self, enqueues: list[_Enqueue], aborts: list[_Abort]) -> None:
-        self._shas = None
         unsure = [
             _Abort(request.model, request.request_id, b"")
             for item in enqueues
@@ -157,35 +152,14 @@ class Outbox:
     async def _write(self, enqueues: list[_Enqueue], aborts: list[_Abort]) -> None:
         if not enqueues and not aborts:
             return
-        if self._shas is None:
-            self._shas = (
-                await self._redis.script_load(self._enqueue_script),
-                await self._redis.script_load(self._abort_script),
-            )
-        async with self._redis.pipeline(transaction=False) as pipe:
-            for item in enqueues:
-                _add_enqueue(pipe, self._shas[0], item)
-            for abort in aborts:
-                _add_abort(pipe, self._shas[1], abort)
-            replies = await pipe.execute(raise_on_error=False)
-        if any(isinstance(reply, NoScriptError) for reply in replies):
-            # Redis was restarted or flushed: those scripts did not run, so they may be sent again.
-            self._shas = None
-        self._settle(enqueues, replies[: len(enqueues)])
-        self._aborts[:0] = [
-            abort
-            for abort, reply in zip(aborts, replies[len(enqueues) :], strict=True)
-            if isinstance(reply, NoScriptError)
-        ]
-
-    def _settle(self, enqueues: list[_Enqueue], replies: list[Any]) -> None:
-        for item, reply in zip(enqueues, replies, strict=True):
-            if isinstance(reply, NoScriptError):
-                self._enqueues.insert(0, item)
-                self._wake.set()
-            elif item.done.done():
+        replies = await self._channel.call(
+            *(_enqueue(self._enqueue_script, item) for item in enqueues),
+            *(_abort(self._abort_script, abort) for abort in aborts),
+        )
+        for item, reply in zip(enqueues, replies, strict=False):
+            if item.done.done():
                 continue  # its task was cancelled; the owner has aborted it
-            elif isinstance(reply, Exception):
+            if isinstance(reply, Exception):
                 logger.error("a request cannot be queued: %s", reply)
                 item.done.set_exception(
                     UnavailableError(
@@ -199,15 +173,19 @@ class Outbox:
             self._wake.set()
 
 
-def _add_enqueue(pipe: Pipeline, sha: str, item: _Enqueue) -> None:
+# Scripts are sent whole: to send their digests needs a second way for a Redis that does not know them.
+
+
+def _enqueue(script: str, item: _Enqueue) -> Command:
     payloads = [encode(request) for request in item.requests]
     stream = requests_stream(item.requests[0].model)
-    pipe.evalsha(sha, 1, stream, item.limit, PAYLOAD_FIELD, *payloads)
+    return ("EVAL", script, 1, stream, item.limit, PAYLOAD_FIELD, *payloads)
 
 
-def _add_abort(pipe: Pipeline, sha: str, abort: _Abort) -> None:
-    pipe.evalsha(
-        sha,
+def _abort(script: str, abort: _Abort) -> Command:
+    return (
+        "EVAL",
+        script,
         2,
         aborts_stream(abort.model),
         requests_stream(abort.model),
@@ -231,7 +209,7 @@ class ReplyReader:
         on_connect: Callable[[], Awaitable[None]],
     ) -> None:
         """`on_connect` runs after each (re)connection, when everything already in the stream was read."""
-        self._redis = redis
+        self._channel = Channel(redis)
         self._stream = stream
         self._on_step = on_step
         self._on_connect = on_connect
@@ -261,15 +239,15 @@ class ReplyReader:
                 backoff_s = min(backoff_s * 2, _MAX_BACKOFF_S)
 
     async def _read(self, *, block_ms: int | None) -> int:
-        reply = await self._redis.xread(
-            {self._stream: self._last}, count=_READ_COUNT, block=block_ms
-        )
-        entries = cast(_Entries, reply)[0][1] if reply else []
-        for entry_id, fields in entries:
+        block = () if block_ms is None else ("BLOCK", block_ms)
+        command = ("XREAD", "COUNT", _READ_COUNT, *block, "STREAMS", self._stream, self._last)
+        (reply,) = checked(await self._channel.call(command, wait_s=(block_ms or 0) / 1e3))
+        entries = entries_of(reply)
+        for entry_id, payload in entries:
             self._last = entry_id
             try:
-                step = decode(StepDeltas, fields[PAYLOAD_FIELD])
-            except (KeyError, msgspec.DecodeError, msgspec.ValidationError):
+                step = decode(StepDeltas, payload or b"")
+            except (msgspec.DecodeError, msgspec.ValidationError):
                 logger.warning("a reply cannot be read and is skipped")
                 continue
             for part in _slices(step):
@@ -286,10 +264,10 @@ class ReplyReader:
         return len(entries)
 
     async def _trim(self) -> None:
-        async with self._redis.pipeline(transaction=False) as pipe:
-            pipe.xtrim(self._stream, minid=self._last, approximate=True)
-            pipe.expire(self._stream, _REPLIES_TTL_S)
-            await pipe.execute()
+        await self._channel.call(
+            ("XTRIM", self._stream, "MINID", "~", self._last),
+            ("EXPIRE", self._stream, _REPLIES_TTL_S),
+        )
 
 
 def _slices(step: StepDeltas) -> list[StepDeltas]:

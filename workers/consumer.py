@@ -13,6 +13,7 @@ import msgspec
 from redis.asyncio import Redis
 from redis.exceptions import ResponseError
 
+from workers.channel import Channel, checked, entries_of
 from workers.claims import Entry
 from workers.link import BLOCK_S
 from workers.protocol import (
@@ -40,10 +41,12 @@ class RequestQueue:
 
     def __init__(self, redis: Redis, model: str, worker_id: str) -> None:
         self._redis = redis
+        self._channel = Channel(redis)
+        """For what is done with every claim, which is one thing at a time."""
         self._worker_id = worker_id
         self.stream = requests_stream(model)
-        self._backlog = redis.register_script(_script("backlog.lua"))
-        self._take = redis.register_script(_script("take.lua"))
+        self._backlog = _script("backlog.lua")
+        self._take = _script("take.lua")
         self._reclaim = redis.register_script(_script("reclaim.lua"))
         self._leave = redis.register_script(_script("leave.lua"))
 
@@ -57,24 +60,22 @@ class RequestQueue:
 
     async def backlog(self, count: int) -> list[bytes]:
         """Ids of the oldest entries that no worker has, at most `count`; they stay everybody's."""
-        ids: Any = await self._backlog(
-            keys=[self.stream], args=[REQUEST_GROUP, WAITING_CONSUMER, count]
-        )
+        command = ("EVAL", self._backlog, 1, self.stream, REQUEST_GROUP, WAITING_CONSUMER, count)
+        (ids,) = checked(await self._channel.call(command))
         return list(ids)
 
     async def peek(self, entry_ids: Sequence[bytes]) -> list[bytes | None]:
         """The payloads of entries; None for those that are gone."""
-        async with self._redis.pipeline(transaction=False) as pipe:
-            for entry_id in entry_ids:
-                pipe.xrange(self.stream, entry_id, entry_id)
-            replies = await pipe.execute()
-        return [reply[0][1].get(PAYLOAD_FIELD, b"") if reply else None for reply in replies]
+        commands = [("XRANGE", self.stream, entry_id, entry_id) for entry_id in entry_ids]
+        replies = checked(await self._channel.call(*commands))
+        found = [entries_of([(self.stream, reply)]) for reply in replies]
+        return [entries[0][1] if entries else None for entries in found]
 
     async def take(self, entry_ids: Sequence[bytes]) -> list[Entry]:
         """Claim entries of the backlog; those that another worker took meanwhile are left out."""
-        taken: Any = await self._take(
-            keys=[self.stream],
-            args=[REQUEST_GROUP, self._worker_id, WAITING_CONSUMER, *entry_ids],
+        keys, owners = (1, self.stream), (REQUEST_GROUP, self._worker_id, WAITING_CONSUMER)
+        (taken,) = checked(
+            await self._channel.call(("EVAL", self._take, *keys, *owners, *entry_ids))
         )
         return [Entry(*entry) for entry in taken]
 
@@ -112,16 +113,16 @@ class RequestQueue:
         await self._leave(keys=[self.stream], args=[REQUEST_GROUP, self._worker_id])
 
     async def _read(self, start: str, count: int, block_ms: int | None) -> list[Entry]:
-        reply: Any = await self._redis.xreadgroup(
-            REQUEST_GROUP, self._worker_id, {self.stream: start}, count=count, block=block_ms
+        block = () if block_ms is None else ("BLOCK", block_ms)
+        group = ("GROUP", REQUEST_GROUP, self._worker_id)
+        (reply,) = checked(
+            await self._channel.call(
+                ("XREADGROUP", *group, "COUNT", count, *block, "STREAMS", self.stream, start),
+                wait_s=(block_ms or 0) / 1e3,
+            )
         )
-        entries = reply[0][1] if reply else []
-        # The fields of a pending entry that was deleted are None.
-        return [
-            Entry(entry_id, fields.get(PAYLOAD_FIELD, b""))
-            for entry_id, fields in entries
-            if fields
-        ]
+        entries = entries_of(reply)
+        return [Entry(entry_id, payload) for entry_id, payload in entries if payload is not None]
 
 
 class AbortFeed:

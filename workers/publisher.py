@@ -9,12 +9,12 @@ and are one plain append: a write is on the path of every token, and costs the m
 import asyncio
 import time
 from collections import defaultdict
-from collections.abc import Awaitable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any
 
 from redis.asyncio import Redis
 
+from workers.channel import Channel, Command, checked
 from workers.link import OUTAGE, Patience
 from workers.protocol import PAYLOAD_FIELD, REQUEST_GROUP, OutputDelta, StepDeltas, encode
 
@@ -38,7 +38,7 @@ class Publisher:
     """`put` and `finish` only take note; `run` writes, in order, trying again while Redis is away."""
 
     def __init__(self, redis: Redis, requests_stream: str, worker_id: str) -> None:
-        self._redis = redis
+        self._channel = Channel(redis)
         self._requests_stream = requests_stream
         self._worker_id = worker_id
         self._batch = _Batch()
@@ -103,18 +103,16 @@ class Publisher:
         renewals = [
             name for name in batch.replies if now_s - self._last_renewal_s(name) > RENEWAL_S
         ]
-        if len(appends) == 1 and not renewals and not batch.finished:
-            await _append(self._redis, *appends[0])
-            return
-        async with self._redis.pipeline(transaction=True) as pipe:
-            for reply_to, step in appends:
-                _append(pipe, reply_to, step)
-            for reply_to in renewals:
-                pipe.expire(reply_to, REPLIES_TTL_S)
-            if batch.finished:
-                pipe.xack(self._requests_stream, REQUEST_GROUP, *batch.finished)
-                pipe.xdel(self._requests_stream, *batch.finished)
-            await pipe.execute()
+        commands = [_append(reply_to, step) for reply_to, step in appends]
+        commands += [("EXPIRE", reply_to, REPLIES_TTL_S) for reply_to in renewals]
+        if batch.finished:
+            commands += [
+                ("XACK", self._requests_stream, REQUEST_GROUP, *batch.finished),
+                ("XDEL", self._requests_stream, *batch.finished),
+            ]
+        if len(commands) > 1:
+            commands = [("MULTI",), *commands, ("EXEC",)]
+        checked(await self._channel.call(*commands))
         if renewals:
             self._note_renewals(renewals, now_s)
 
@@ -132,7 +130,5 @@ def _parts(deltas: list[OutputDelta]) -> Iterator[list[OutputDelta]]:
         yield deltas[start : start + MAX_DELTAS]
 
 
-def _append(redis: Redis, reply_to: str, step: StepDeltas) -> Awaitable[Any]:
-    return redis.xadd(
-        reply_to, {PAYLOAD_FIELD: encode(step)}, maxlen=REPLIES_MAX_LEN, approximate=True
-    )
+def _append(reply_to: str, step: StepDeltas) -> Command:
+    return ("XADD", reply_to, "MAXLEN", "~", REPLIES_MAX_LEN, "*", PAYLOAD_FIELD, encode(step))
