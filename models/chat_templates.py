@@ -22,11 +22,16 @@ from jinja2.utils import Namespace
 
 from models.errors import ChatTemplateError, TemplateLimitError
 from models.template_sandbox import BoundedEnvironment, Budget, measure, rendered
+from models.template_traits import probed
 
-RESERVED_VARIABLES = frozenset({"messages", "tools", "documents", "add_generation_prompt"})
-"""Names a caller's extra variables may not use."""
+_RESERVED = frozenset({
+    "messages", "tools", "documents", "add_generation_prompt", "continue_final_message",
+    "chat_template", "tokenize", "tokenizer",
+})  # fmt: skip
 MOST_SOURCE = 256 * 1024
 """Characters of a template."""
+_TRIAL = (2_000, 0.05)
+"""Passes and seconds of each of some twenty short conversations that a new template is tried with."""
 _MAX_REASON_LEN = 300
 _MAX_INDENT = 16
 
@@ -37,7 +42,6 @@ class ChatTemplate:
     def __init__(self, source: str, special_tokens: Mapping[str, str] | None = None) -> None:
         """`special_tokens` become variables (`bos_token` …). Raises `ChatTemplateError` if `source` is no template."""
         self._special_tokens = dict(special_tokens or {})
-        self._has_developer_role = "developer" in source
         self.source = source
         if len(source) > MOST_SOURCE:
             raise ChatTemplateError(f"the chat template has more than {MOST_SOURCE} characters")
@@ -47,6 +51,9 @@ class ChatTemplate:
             """Whether the template looks at the variable that holds them."""
         except Exception as error:  # noqa: BLE001  some sources break Python's compiler
             raise ChatTemplateError(f"the chat template cannot be compiled: {error}") from error
+        self.reserved = _RESERVED.union(self._special_tokens, _environment().globals)
+        """Names that a caller's variables may not have."""
+        self.traits = probed(self._try, source)
 
     def render(
         self,
@@ -59,32 +66,34 @@ class ChatTemplate:
     ) -> str:
         """The prompt text; `content` of each message is a string or None.
 
-        A `developer` message becomes a `system` one where the template knows no such role. Raises
-        `ChatTemplateError` with the template's own words if it refuses the messages, or if `extra`
-        names one of `RESERVED_VARIABLES`, and `TemplateLimitError` if it takes more than `budget`.
+        Raises `ChatTemplateError` with the template's own words if it refuses the messages, or if `extra`
+        names one of `reserved`, and `TemplateLimitError` if it takes more than `budget`.
         """
-        if extra and not RESERVED_VARIABLES.isdisjoint(extra):
-            name = min(RESERVED_VARIABLES.intersection(extra))
+        if extra and not self.reserved.isdisjoint(extra):
+            name = min(self.reserved.intersection(extra))
             raise ChatTemplateError(f"the chat template variable '{name}' cannot be set")
         variables: dict[str, Any] = {
             **self._special_tokens,
             **(extra or {}),
-            "messages": [self._known_role(message) for message in messages],
+            "messages": list(messages),
             "tools": list(tools) if tools else None,
             "documents": None,
             "add_generation_prompt": add_generation_prompt,
         }
         try:
-            return rendered(self._template, variables, budget or Budget())
+            prompt = rendered(self._template, variables, budget or Budget())
+            if not prompt.isascii():
+                prompt.encode()  # raises for halves of characters, which no tokenizer takes
+            return prompt
         except TemplateLimitError as error:
             raise TemplateLimitError(_reason(error)) from error
         except Exception as error:  # noqa: BLE001  it is the template's code that raises
             raise ChatTemplateError(_reason(error)) from error
 
-    def _known_role(self, message: Mapping[str, Any]) -> Mapping[str, Any]:
-        if message.get("role") == "developer" and not self._has_developer_role:
-            return {**message, "role": "system"}
-        return message
+    def _try(
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]
+    ) -> str:
+        return self.render(messages, tools=tools, budget=Budget(*_TRIAL))
 
 
 def _reason(error: Exception) -> str:

@@ -28,18 +28,6 @@ def test_special_tokens_and_extra_variables():
     assert template.render([USER], extra={"enable_thinking": False}) == "<s>False"
 
 
-@pytest.mark.parametrize(
-    ("source", "role"),
-    [
-        ("{{ messages[0].role }}", "system"),
-        ("{# system, developer #}{{ messages[0].role }}", "developer"),
-    ],
-)
-def test_developer_is_system_where_the_template_knows_no_developer(source: str, role: str):
-    template = ChatTemplate(source)
-    assert template.render([{"role": "developer", "content": "x"}]) == role
-
-
 def test_whitespace_loops_json_and_generation_blocks():
     source = (
         "{% for message in messages %}\n    {% if loop.index > 1 %}{% break %}{% endif %}\n"
@@ -94,7 +82,9 @@ def test_no_template():
         ChatTemplate("{% if %}")
 
 
-@pytest.mark.parametrize("name", ["messages", "tools", "add_generation_prompt"])
+@pytest.mark.parametrize(
+    "name", ["messages", "tools", "add_generation_prompt", "raise_exception", "range", "bos_token"]
+)
 def test_reserved_variables_cannot_be_set(name: str):
     with pytest.raises(ChatTemplateError, match=name):
-        ChatTemplate("x").render([USER], extra={name: []})
+        ChatTemplate("x", {"bos_token": "<s>"}).render([USER], extra={name: []})

@@ -32,7 +32,6 @@ def plain(**fields: Any) -> CompletionRequest:
         ("web_search_options", {}),
         ("service_tier", "flex"),
         ("store", True),
-        ("continue_final_message", True),
         ("chat_template", "{{ messages }}"),
         ("prediction", {"type": "content", "content": "x"}),
         ("length_penalty", 1.5),

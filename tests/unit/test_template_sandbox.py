@@ -135,7 +135,7 @@ def test_what_templates_do_is_what_jinja_does(source: str, expected: str):
 def test_few_passes_are_enough_for_few_messages():
     template = ChatTemplate("{% for m in messages %}{{ m.content }}{% endfor %}")
     assert template.render([USER] * 5, budget=Budget(passes=5)) == "hi" * 5
-    with pytest.raises(TemplateLimitError, match="too many steps"):
+    with pytest.raises(TemplateLimitError, match="too long"):
         template.render([USER] * 6, budget=Budget(passes=5))
 
 

@@ -15,8 +15,10 @@ from gateway.domain.openai.messages import chat_len, template_messages
 from gateway.domain.openai.sampling import sampling_params
 from gateway.domain.openai.schemas import ChatCompletionRequest, CompletionRequest
 from gateway.errors import BadRequestError, ContextLengthError
-from models.chat_templates import RESERVED_VARIABLES, ChatTemplate
-from models.errors import ChatTemplateError
+from models.chat_roles import Conversation, render_conversation
+from models.chat_templates import ChatTemplate
+from models.errors import ChatTemplateError, TemplateLimitError
+from models.template_sandbox import Budget
 from workers.protocol import Grammar, SamplingParams
 
 Headers = Mapping[str, str]
@@ -24,6 +26,9 @@ Tools = Sequence[Mapping[str, Any]]
 """As chat templates expect them: `{"type": "function", "function": {"name", "description", "parameters"}}`."""
 _INLINE_MESSAGES = 64
 """Chats of more are rendered in a thread, however short the messages are."""
+_INLINE_PASSES = 500
+"""What takes a template more passes of its loops is rendered in a thread too."""
+_MOST_VARIABLES = 64
 _WORD = re.compile(r"\s*\S+\s*")
 
 
@@ -54,10 +59,12 @@ async def chat_prompt(
 
     Raises `BadRequestError` or `ContextLengthError`.
     """
-    if chat_len(body.messages) > inline_bytes or len(body.messages) > _INLINE_MESSAGES:
+    text_len = chat_len(body.messages) + (len(msgspec.json.encode(tools)) if tools else 0)
+    token_ids = None
+    if text_len <= inline_bytes and len(body.messages) <= _INLINE_MESSAGES:
+        token_ids = _encode_inline(served, body, tools)
+    if token_ids is None:
         token_ids = await asyncio.to_thread(_encode_chat, served, body, tools)
-    else:
-        token_ids = _encode_chat(served, body, tools)
     sampling = sampling_params(served, body, len(token_ids), "messages")
     script = None
     if served.card.engine == "scripted":
@@ -96,47 +103,103 @@ def new_request_id() -> str:
     return uuid.uuid4().hex
 
 
-def render_chat(served: ServedModel, body: ChatCompletionRequest, tools: Tools = ()) -> str:
-    """The text of the messages as the model reads it, however long. Raises `BadRequestError`."""
+def render_chat(
+    served: ServedModel,
+    body: ChatCompletionRequest,
+    tools: Tools = (),
+    budget: Budget | None = None,
+) -> str:
+    """The text of the messages as the model reads it, however long.
+
+    Raises `BadRequestError`, and `TemplateLimitError` if it takes more than a given `budget`.
+    """
     template = served.template
     if template is None:
         raise BadRequestError(
             "This model has no chat template; use /v1/completions.", param="model"
         )
-    extra = dict(body.chat_template_kwargs or {})
-    reserved = sorted(RESERVED_VARIABLES.intersection(extra))
-    if reserved:
-        raise BadRequestError(
-            f"Invalid 'chat_template_kwargs': the variable '{reserved[0]}' cannot be set.",
-            param="chat_template_kwargs",
-            code="invalid_value",
-        )
-    if body.reasoning_effort is not None:
-        extra.setdefault("reasoning_effort", body.reasoning_effort)
-    messages = template_messages(body.messages)
-    is_prompt = body.add_generation_prompt is not False
+    conversation = Conversation(
+        template_messages(body.messages),
+        tools,
+        add_generation_prompt=body.add_generation_prompt is not False,
+        continues=_continues(body),
+        variables=_variables(template, body),
+    )
     try:
-        return template.render(messages, tools=tools, add_generation_prompt=is_prompt, extra=extra)
+        return render_conversation(
+            template, conversation, tool_format=served.format.tools, budget=budget
+        )
+    except TemplateLimitError as error:
+        if budget is not None:
+            raise
+        raise _wrong("messages", f"{error}.") from error
     except ChatTemplateError as error:
         at_fault = "messages"
-        if body.chat_template_kwargs and _can_render(template, messages):
+        if body.chat_template_kwargs and _can_render(template, conversation):
             at_fault = "chat_template_kwargs"
-        raise BadRequestError(f"Invalid '{at_fault}': {error}", param=at_fault) from error
+        raise _wrong(at_fault, str(error)) from error
 
 
-def _encode_chat(served: ServedModel, body: ChatCompletionRequest, tools: Tools) -> list[int]:
-    text = render_chat(served, body, tools)
+def _continues(body: ChatCompletionRequest) -> bool:
+    """Whether the answer goes on with the last message. Raises `BadRequestError`."""
+    if not body.continue_final_message:
+        return False
+    if body.add_generation_prompt:
+        raise _wrong(
+            "continue_final_message", "it cannot be true together with 'add_generation_prompt'."
+        )
+    last = body.messages[-1]
+    if last.role != "assistant" or last.tool_calls or last.function_call:
+        raise _wrong(
+            "continue_final_message",
+            "the last message must be the assistant's, and call no tools.",
+        )
+    return True
+
+
+def _variables(template: ChatTemplate, body: ChatCompletionRequest) -> dict[str, Any]:
+    """A client's own. Raises `BadRequestError`."""
+    name = "chat_template_kwargs"
+    variables = dict(body.chat_template_kwargs or {})
+    reserved = sorted(template.reserved.intersection(variables))
+    if reserved:
+        raise _wrong(name, f"the variable '{reserved[0]}' cannot be set.")
+    if len(variables) > _MOST_VARIABLES:
+        raise _wrong(name, f"there are more than {_MOST_VARIABLES} variables.")
+    if body.reasoning_effort is not None:
+        variables.setdefault("reasoning_effort", body.reasoning_effort)
+    return variables
+
+
+def _encode_inline(
+    served: ServedModel, body: ChatCompletionRequest, tools: Tools
+) -> list[int] | None:
+    """None if that takes the template longer than others should wait."""
+    try:
+        return _encode_chat(served, body, tools, Budget(_INLINE_PASSES))
+    except TemplateLimitError:
+        return None
+
+
+def _encode_chat(
+    served: ServedModel, body: ChatCompletionRequest, tools: Tools, budget: Budget | None = None
+) -> list[int]:
+    text = render_chat(served, body, tools, budget)
     _check_length(served, text, "messages")
     return served.tokenizer.encode(text)
 
 
-def _can_render(template: ChatTemplate, messages: list[dict[str, Any]]) -> bool:
+def _can_render(template: ChatTemplate, conversation: Conversation) -> bool:
     """Whether the messages are fine without a client's variables."""
     try:
-        template.render(messages)
+        render_conversation(template, replace(conversation, variables=None))
     except ChatTemplateError:
         return False
     return True
+
+
+def _wrong(name: str, sentence: str) -> BadRequestError:
+    return BadRequestError(f"Invalid '{name}': {sentence}"[:500], param=name, code="invalid_value")
 
 
 def _encode_plain(served: ServedModel, prompts: list[str | list[int]]) -> list[list[int]]:

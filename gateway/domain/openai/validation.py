@@ -29,7 +29,6 @@ _UNSUPPORTED: dict[str, Harmless] = {
     "service_tier": _one_of("auto", "default"),
     "store": _is_falsy,
     "verbosity": _one_of("medium"),
-    "continue_final_message": _is_falsy,
     "documents": _is_falsy,
     "bad_words": _is_falsy,
     "use_beam_search": _is_falsy,
