@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from workers.protocol import GenerateRequest, OutputDelta
+from workers.protocol import FinishReason, GenerateRequest, OutputDelta
 
 
 class Entry(NamedTuple):
@@ -40,24 +40,26 @@ class Claim:
                 self.held.setdefault(delta.choice, []).append(delta)
                 return None
             deltas = [*self.held.pop(delta.choice, ()), delta]
-            delta = _joined(deltas, self.num_deltas, tells_pieces=self.request.tells_pieces)
+            delta = _joined(deltas, self.num_deltas, self.request.boundary)
         self.num_deltas += 1
         return delta
 
 
-def _joined(deltas: list[OutputDelta], seq: int, *, tells_pieces: bool) -> OutputDelta:
+def _joined(deltas: list[OutputDelta], seq: int, boundary: str) -> OutputDelta:
     """One for all of them, which are a choice's and follow each other."""
+    text = "".join(delta.text for delta in deltas)
+    pieces: tuple[tuple[int, int], ...] = ()
+    if boundary and (boundary in text or deltas[-1].finish_reason is FinishReason.LENGTH):
+        pieces = tuple((len(delta.text), delta.num_tokens) for delta in deltas)
     scored = [delta.logprobs for delta in deltas if delta.logprobs is not None]
     return msgspec.structs.replace(
         deltas[-1],
         seq=seq,
-        text="".join(delta.text for delta in deltas),
+        text=text,
         num_tokens=sum(delta.num_tokens for delta in deltas),
         logprobs=tuple(chain.from_iterable(scored)) if scored else None,
         prompt_logprobs=deltas[0].prompt_logprobs,
-        pieces=tuple((len(delta.text), delta.num_tokens) for delta in deltas)
-        if tells_pieces
-        else (),
+        pieces=pieces,
     )
 
 

@@ -147,8 +147,8 @@ class GenerateRequest(msgspec.Struct, array_like=True, frozen=True, kw_only=True
     """Whose request it is (an API key's id): waiting requests of different keys take turns."""
     whole: bool = False
     """The answer is read at its end: deltas between a choice's first and last may be put together."""
-    tells_pieces: bool = False
-    """Deltas that are put together tell what they are made of."""
+    boundary: str = ""
+    """Where this text is in deltas that are put together, or might have come, they tell what they are made of."""
 
 
 class AbortRequest(msgspec.Struct, array_like=True, frozen=True):
@@ -208,7 +208,7 @@ class OutputDelta(msgspec.Struct, array_like=True, frozen=True, kw_only=True):
     param: str | None = None
     """With `error`: the field of the body that is at fault; None if the engine is."""
     pieces: tuple[tuple[int, int], ...] = ()
-    """Of deltas that were put together, if the request asks: (characters, tokens) of each."""
+    """Of deltas that were put together around the request's `boundary`: (characters, tokens) of each."""
 
 
 class StepDeltas(msgspec.Struct, array_like=True, frozen=True, kw_only=True):

@@ -102,6 +102,17 @@ async def test_what_is_read_at_its_end_is_told_at_its_end():
     assert whole.num_deltas == 3
 
 
+async def test_deltas_around_a_boundary_tell_what_they_are_made_of():
+    whole = claim("a")
+    whole.request = msgspec.structs.replace(whole.request, whole=True, boundary="2 3")
+    told = [whole.to_publish(delta) for delta in deltas(0, 0, 0, 0, 0)]
+    assert [delta and delta.pieces for delta in told] == [(), None, None, None, ((2, 1),) * 4]
+    whole.request = msgspec.structs.replace(whole.request, boundary="x")
+    assert [delta.pieces for delta in map(whole.to_publish, deltas(0)) if delta] == [()]
+    cut = msgspec.structs.replace(deltas(0)[0], finish_reason=FinishReason.LENGTH)
+    assert [delta.pieces for delta in map(whole.to_publish, [cut]) if delta] == [((2, 1),)]
+
+
 async def test_a_stream_is_told_token_by_token():
     streamed = claim("a")
     assert [streamed.to_publish(delta) for delta in deltas(0, 0, 0)] == deltas(0, 0, 0)

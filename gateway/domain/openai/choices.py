@@ -12,20 +12,22 @@ class ParsedChoices:
     def __init__(self, plan: Plan) -> None:
         self._plan = plan
         self._parsers: dict[int, PartParser] = {}
+        self._plain: set[int] = set()
 
     def parts(self, choice: int, delta: OutputDelta) -> list[Part] | None:
         """What a delta brings; None if that is its text as it stands, which costs no more than to ask."""
+        if choice in self._plain:
+            return None
         parser = self._parsers.get(choice)
         if parser is None:
             assert self._plan.parser is not None, "plain chats have no parsed choices"
             parser = self._parsers[choice] = self._plan.parser()
-        elif parser.is_plain:
-            return None
         parts, start = [], 0
         for length, num_tokens in delta.pieces or ((len(delta.text), delta.num_tokens),):
             parts += parser.feed(delta.text[start : start + length], num_tokens)
             start += length
             if parser.is_plain:
+                self._plain.add(choice)
                 break
         if start < len(delta.text):
             parts.append(Text(delta.text[start:]))
@@ -48,6 +50,7 @@ class ParsedChoices:
     def forget(self, choice: int) -> None:
         """It starts over."""
         self._parsers.pop(choice, None)
+        self._plain.discard(choice)
 
     @property
     def num_reasoning_tokens(self) -> int:

@@ -49,6 +49,8 @@ class Plan:
     """The answer is the prompt alone: the one token that the engine has to draw is not shown."""
     parser: Callable[[], PartParser] | None = None
     """Makes the parser of one choice; None if all that the model writes is text of the answer."""
+    boundary: str = ""
+    """Text after which tokens are no reasoning any more; "" where they never are."""
     requires_call: bool = False
     """An answer without a call of a tool is none."""
 

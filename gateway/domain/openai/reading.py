@@ -34,9 +34,13 @@ class Reading:
     """What the whole of the answer must match."""
     keeps_special: bool
     """Marks are special tokens, which the text must have."""
+    boundary: str
+    """Ends the reasoning; "" for a model that does not reason."""
 
     def shaped(self, prompt: Prompt) -> Prompt:
         """The prompt with parameters that make the answer such a one."""
+        if self.grammar is None and not self.keeps_special:
+            return prompt
         sampling = msgspec.structs.replace(
             prompt.sampling,
             grammar=self.grammar,
@@ -58,7 +62,9 @@ def reading_of(
     if offer is None and marks is None:
         return None
     is_open = marks is not None and _ends_with(served.tokenizer, prompt.token_ids, marks[0])
-    grammar = answer_grammar(form, offer, wanted, is_open=is_open)
+    grammar = None
+    if offer is not None or wanted is not None:
+        grammar = answer_grammar(form, offer, wanted, is_open=is_open)
     calls = framing(form.tools, is_bound=grammar is not None)
     is_shown = body.include_reasoning is not False
 
@@ -72,7 +78,13 @@ def reading_of(
             return answer
         return ReasoningParser(marks, answer, is_open=is_open, is_shown=is_shown)
 
-    return Reading(offer, parser, grammar, keeps_special=bool(form.special_marks))
+    return Reading(
+        offer,
+        parser,
+        grammar,
+        keeps_special=bool(form.special_marks),
+        boundary=marks[1] if marks else "",
+    )
 
 
 async def check_required_call(

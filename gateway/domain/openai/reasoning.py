@@ -52,6 +52,9 @@ class ReasoningParser:
     def feed(self, text: str, num_tokens: int = 0) -> list[Part]:
         if self._state == self._answering:
             return self._answer.feed(text, num_tokens)
+        if self._state == self._before and not self._buffer and self._is_answer(text):
+            self._state = self._answering
+            return self._answer.feed(text, num_tokens)
         self._buffer += text
         self._num_pending += num_tokens
         parts: list[Part] = []
@@ -69,6 +72,10 @@ class ReasoningParser:
         if self._state == self._after:
             rest = ""
         return [*self._answer.feed(rest), *self._answer.finish()]
+
+    def _is_answer(self, text: str) -> bool:
+        """Whether an answer that begins so has no reasoning, told by one look; most have none."""
+        return text[:1] not in ("", self._open[0]) and not text[0].isspace()
 
     def _before(self) -> list[Part]:
         """Nothing but white space has come."""

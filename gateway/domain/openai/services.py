@@ -241,7 +241,7 @@ class CompletionService:
             cache_salt=key_id,
             fair_key=key_id,
             whole=whole,
-            tells_pieces=plan.parser is not None,
+            boundary=plan.boundary,
         )
 
 
@@ -283,5 +283,6 @@ def _plan(
         echoes=tuple(prompt.echo for prompt in prompts if prompt.echo is not None),
         scores_only=body.echoes and body.max_tokens == 0,
         parser=None if reading is None else reading.parser,
+        boundary="" if reading is None else reading.boundary,
         requires_call=offer is not None and offer.is_required,
     )
