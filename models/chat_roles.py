@@ -28,7 +28,7 @@ from models.template_traits import Message, TemplateTraits, in_parts
 Messages = Sequence[Message]
 
 
-@dataclass(frozen=True)
+@dataclass
 class Conversation:
     """What a prompt is made of."""
 
@@ -112,10 +112,11 @@ def _simpler(traits: TemplateTraits) -> Iterator[TemplateTraits]:
 
 def shaped(messages: Messages, traits: TemplateTraits) -> Messages:
     """The conversation said in the way that a template of these traits takes."""
-    has_calls = any(message.get("tool_calls") for message in messages)
-    if not traits.developer:
+    roles = {message["role"] for message in messages}
+    has_calls = "assistant" in roles and any(message.get("tool_calls") for message in messages)
+    if "developer" in roles and not traits.developer:
         messages = [_of_system(message) for message in messages]
-    if not traits.tools and (has_calls or any(message["role"] == "tool" for message in messages)):
+    if not traits.tools and (has_calls or "tool" in roles):
         messages = tools_as_text(messages)
     elif has_calls:
         messages = _calls_for(messages, traits)

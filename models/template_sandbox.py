@@ -53,18 +53,25 @@ _NESTED: Any = (
 class Budget:
     """What one rendering may spend."""
 
-    __slots__ = ("_built", "_passes", "_until_s")
+    __slots__ = ("_built", "_passes", "_seconds", "_until_s")
 
     def __init__(self, passes: int = MOST_PASSES, seconds: float = MOST_SECONDS) -> None:
         """Passes of loops and calls of macros; processor time of the thread that renders."""
         self._passes = passes
         self._built = _MOST_BUILT
-        self._until_s = time.thread_time() + seconds
+        self._seconds = seconds
+        self._until_s: float | None = None
 
     def tick(self) -> None:
         self._passes -= 1
-        is_late = self._passes % _PASSES_BETWEEN_CLOCKS == 0 and time.thread_time() > self._until_s
-        if is_late or self._passes < 0:
+        if self._passes < 0 or self._passes % _PASSES_BETWEEN_CLOCKS == 0:
+            self._check()
+
+    def _check(self) -> None:
+        now_s = time.thread_time()
+        # Counted from the first look at the clock: most renderings end before.
+        self._until_s = self._until_s or now_s + self._seconds
+        if self._passes < 0 or now_s > self._until_s:
             raise TemplateLimitError("it takes too long")
 
     def build(self, size: int) -> None:
@@ -188,7 +195,7 @@ class _Counted(NodeTransformer):
 
 
 def _tick(_: None) -> None:
-    _budget().tick()
+    (_running.budget or _budget()).tick()
 
 
 def _joined(values: list[Any]) -> str:
