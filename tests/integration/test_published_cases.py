@@ -43,7 +43,7 @@ def test_every_case_has_tests_of_its_own(case: dict[str, Any]):
 def test_a_request_of_the_collection(
     shared_gateway: GatewayUnderTest, request_: dict[str, Any], body: dict[str, Any]
 ):
-    headers = _script(request_)
+    headers = _script(request_) or _call(body)
     path = request_["path"]
     for stream in (False, True):
         asked = {**body, "stream": stream}
@@ -58,6 +58,17 @@ def test_a_request_of_the_collection(
         elif stream:
             assert events(answer.text)[-1] == "[DONE]"
             assert "\ufffd" not in answer.text
+
+
+def _call(body: dict[str, Any]) -> dict[str, str]:
+    """What a model says that has to call a tool: here nothing but its script can make it."""
+    choice = body.get("tool_choice")
+    if choice != "required" and not (isinstance(choice, dict) and "function" in choice):
+        return {}
+    name = choice["function"]["name"] if isinstance(choice, dict) else "lookup_tide"
+    argument = {"lookup_tide": "harbour", "lookup_moon": "day"}.get(name, "x")
+    call = json.dumps({"name": name, "arguments": {argument: "x"}})
+    return {"x-model-script": json.dumps(["<tool_call>", call, "</tool_call>"])}
 
 
 def _script(request: dict[str, Any]) -> dict[str, str]:
