@@ -47,8 +47,9 @@ class ChatTemplate:
             raise ChatTemplateError(f"the chat template has more than {MOST_SOURCE} characters")
         try:
             self._template = _environment().from_string(source)
-            self.knows_tools = "tools" in _names(source)
-            """Whether the template looks at the variable that holds them."""
+            self.variables = frozenset(_names(source))
+            """Names that the template reads."""
+            self.knows_tools = "tools" in self.variables
         except Exception as error:  # noqa: BLE001  some sources break Python's compiler
             raise ChatTemplateError(f"the chat template cannot be compiled: {error}") from error
         self.reserved = _RESERVED.union(self._special_tokens, _environment().globals)

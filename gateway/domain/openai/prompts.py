@@ -123,7 +123,7 @@ def render_chat(
         tools,
         add_generation_prompt=body.add_generation_prompt is not False,
         continues=_continues(body),
-        variables=_variables(template, body),
+        variables=_variables(served, template, body),
     )
     try:
         return render_conversation(
@@ -157,18 +157,38 @@ def _continues(body: ChatCompletionRequest) -> bool:
     return True
 
 
-def _variables(template: ChatTemplate, body: ChatCompletionRequest) -> dict[str, Any]:
+def _variables(
+    served: ServedModel, template: ChatTemplate, body: ChatCompletionRequest
+) -> dict[str, Any]:
     """A client's own. Raises `BadRequestError`."""
-    name = "chat_template_kwargs"
     variables = dict(body.chat_template_kwargs or {})
-    reserved = sorted(template.reserved.intersection(variables))
-    if reserved:
-        raise _wrong(name, f"the variable '{reserved[0]}' cannot be set.")
+    if not template.reserved.isdisjoint(variables):
+        reserved = min(template.reserved.intersection(variables))
+        raise _wrong("chat_template_kwargs", f"the variable '{reserved}' cannot be set.")
     if len(variables) > _MOST_VARIABLES:
-        raise _wrong(name, f"there are more than {_MOST_VARIABLES} variables.")
+        raise _wrong("chat_template_kwargs", f"there are more than {_MOST_VARIABLES} variables.")
     if body.reasoning_effort is not None:
-        variables.setdefault("reasoning_effort", body.reasoning_effort)
+        effort = _effort(
+            template, body.reasoning_effort, reasons=served.format.reasoning is not None
+        )
+        variables = effort | variables
     return variables
+
+
+def _effort(template: ChatTemplate, effort: str, *, reasons: bool) -> dict[str, Any]:
+    """The variable by which a template knows it. Raises `BadRequestError` if there is none."""
+    if "reasoning_effort" in template.variables:
+        return {"reasoning_effort": effort}
+    for switch in ("enable_thinking", "thinking"):
+        if switch in template.variables:
+            return {switch: effort != "none"}
+    if effort == "none" and not reasons:
+        return {}
+    raise BadRequestError(
+        "Invalid 'reasoning_effort': how much this model reasons cannot be set.",
+        param="reasoning_effort",
+        code="unsupported_parameter",
+    )
 
 
 def _encode_inline(
