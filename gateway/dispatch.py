@@ -46,6 +46,7 @@ logger = logging.getLogger(__name__)
 _POLLS_UNTIL_LOST = 2
 """A worker that has just started may answer before the directory has seen it."""
 _FLUSH_S = 2.0
+_CANCEL_AGAIN_S = 0.05
 _SHRINK_AT = 256
 """So many deltas may wait to be taken before their texts are put together."""
 _MAX_UNREAD = 8192
@@ -346,11 +347,13 @@ class Dispatcher:
         for exchange in list(self._active.values()):
             self._abort(exchange)
         await self._outbox.flush(_FLUSH_S)
-        for task in self._tasks:
-            task.cancel()
-        for task in self._tasks:
-            with contextlib.suppress(asyncio.CancelledError):
-                await task
+        pending = set(self._tasks)
+        while pending:
+            # Again and again: one that comes while the Redis client writes is lost (Python 3.11's
+            # `asyncio.wait_for`), and the task would go on for ever.
+            for task in pending:
+                task.cancel()
+            _, pending = await asyncio.wait(pending, timeout=_CANCEL_AGAIN_S)
         await self._redis.aclose()
 
     def lookup(self, model: str) -> ServedModel:
