@@ -97,13 +97,13 @@ def _bring_up_tpu(threads: int | None, settings: DeviceSettings) -> Device:
     if settings.tpu_platform == "libtpu" and num_chips == 0:
         raise DeviceMissingError("TPUGATE_TPU_PLATFORM is libtpu, but this machine has no TPU.")
     versions = package_versions()
-    has_kernels = False
+    has_attention = has_linear = False
     if num_chips:
         environment.apply(environment.plain_variables())
     else:
         shim = _prepare_xla_cpu(threads, settings)
         versions["pjrt-cpu-api"] = shim.pjrt_version
-        has_kernels = shim.has_kernels
+        has_attention, has_linear = shim.has_attention, shim.has_linear
     torch = _load_torch_tpu(num_chips or 1)
     memory = (_chip_memory_bytes() if num_chips else 0) or available_memory_bytes()
     return Device(
@@ -113,7 +113,8 @@ def _bring_up_tpu(threads: int | None, settings: DeviceSettings) -> Device:
         num_chips=num_chips or 1,
         memory_bytes=memory,
         versions=types.MappingProxyType(versions),
-        has_native_attention=has_kernels,
+        has_native_attention=has_attention,
+        has_native_linear=has_linear,
     )
 
 

@@ -32,6 +32,8 @@ class Device:
     versions: Mapping[str, str]
     # Whether the operation of `torchtpu.ops.native_attention` runs here.
     has_native_attention: bool = False
+    # Whether that of `torchtpu.ops.native_linear` does: on XLA:CPU, if the processor has matrix units.
+    has_native_linear: bool = False
 
     @property
     def is_xla(self) -> bool:

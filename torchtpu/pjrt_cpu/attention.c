@@ -13,25 +13,18 @@
  * sequence, a run, share one pass over keys and values. The work, one item for a run and a key head, is shared with XLA's
  * own threads. */
 #include <math.h>
-#include <stdatomic.h>
 #include <stdlib.h>
 #include <string.h>
 
+#include "vectors.h"
+#include "work.h"
 #include "xla_ffi.h"
 
-#define LANES 16
 #define GROUP 4 /* query heads that share one pass over keys and values */
 #define CHUNK 4 /* vectors of a value that are summed in registers */
 #define RUN 16  /* tokens of a sequence that share one pass, at most */
 #define TILE 32 /* keys that a pass takes at a time, two vectors */
 #define STRIP 8 /* rows of scores that are summed in registers */
-#define INLINE static inline __attribute__((always_inline))
-
-typedef float Lanes __attribute__((vector_size(64), aligned(4)));
-typedef float Half __attribute__((vector_size(32)));
-typedef float Quarter __attribute__((vector_size(16)));
-typedef int32_t Ints __attribute__((vector_size(64), aligned(4)));
-typedef uint16_t Shorts __attribute__((vector_size(32), aligned(2)));
 
 typedef struct {
   const char *query, *key, *value;
@@ -41,14 +34,7 @@ typedef struct {
   int64_t num_tokens, heads, kv_heads, dim, value_dim, num_slots, table_len, num_tables, block_len, window;
   float scale, softcap;
   int type;
-  const FfiApi *api;
-  FfiFuture *future; /* NULL when one thread does it all */
   int32_t *runs; /* the first token of each run, and the end */
-  int64_t num_items;
-  float *scratch; /* scratch_len for each thread */
-  int64_t scratch_len;
-  atomic_llong next, unfinished;
-  atomic_int users, thread;
 } Job;
 
 /* ---- Vectors ---- */
@@ -281,28 +267,6 @@ static int64_t run_scratch_len(const Job *job, int n) {
   return rows * (job->dim + (job->table_len + 1) * job->block_len + TILE + value_wide + 1) + TILE * wide;
 }
 
-#ifdef __clang__
-#define SHUFFLE(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
-#else
-#define SHUFFLE(a, b, ...) __builtin_shuffle(a, b, (Ints){__VA_ARGS__})
-#endif
-/* Exchanges the off-diagonal halves of all 2n × 2n squares: after n = 8, 4, 2, 1 the matrix is transposed. */
-#define EXCHANGE(rows, n, LOW, HIGH)                                  \
-  for (int i = 0; i < LANES; i++)                                     \
-    if (!(i & n)) {                                                   \
-      const Lanes low = SHUFFLE(rows[i], rows[i + n], LOW);           \
-      rows[i + n] = SHUFFLE(rows[i], rows[i + n], HIGH);              \
-      rows[i] = low;                                                  \
-    }
-#define LOW8 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23
-#define HIGH8 8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31
-#define LOW4 0, 1, 2, 3, 16, 17, 18, 19, 8, 9, 10, 11, 24, 25, 26, 27
-#define HIGH4 4, 5, 6, 7, 20, 21, 22, 23, 12, 13, 14, 15, 28, 29, 30, 31
-#define LOW2 0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29
-#define HIGH2 2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14, 15, 30, 31
-#define LOW1 0, 16, 2, 18, 4, 20, 6, 22, 8, 24, 10, 26, 12, 28, 14, 30
-#define HIGH1 1, 17, 3, 19, 5, 21, 7, 23, 9, 25, 11, 27, 13, 29, 15, 31
-
 /* The keys of a tile, dimension by dimension: tile [dim, TILE]. */
 INLINE void take_keys(const Job *job, const char *const *keys, float *tile, int type) {
   const int64_t dim = job->dim, whole = dim / LANES * LANES;
@@ -310,10 +274,7 @@ INLINE void take_keys(const Job *job, const char *const *keys, float *tile, int 
     for (int64_t c = 0; c < whole; c += LANES) {
       Lanes rows[LANES];
       for (int i = 0; i < LANES; i++) rows[i] = load(keys[j + i] + c * width(type), type);
-      EXCHANGE(rows, 8, LOW8, HIGH8)
-      EXCHANGE(rows, 4, LOW4, HIGH4)
-      EXCHANGE(rows, 2, LOW2, HIGH2)
-      EXCHANGE(rows, 1, LOW1, HIGH1)
+      TRANSPOSE(rows)
       for (int i = 0; i < LANES; i++) *(Lanes *)(tile + (c + i) * TILE + j) = rows[i];
     }
   for (int64_t c = whole; c < dim; c++)
@@ -463,39 +424,20 @@ INLINE void attend_item(const Job *job, int64_t item, float *scratch, int type) 
 
 /* ---- The call ---- */
 
-static void free_job(Job *job) {
-  free(job->scratch);
+static void free_job(void *data) {
+  Job *job = data;
   free(job->runs);
   free(job);
 }
 
-static void release(Job *job) {
-  if (atomic_fetch_sub(&job->users, 1) > 1) return;
-  free_job(job);
-}
-
-/* Takes items until there are none. The call is over with its last item, not with its last thread: a thread that XLA
- * starts late finds nothing to do. */
-static void work(void *data) {
-  Job *job = data;
-  float *scratch = job->scratch + atomic_fetch_add(&job->thread, 1) * job->scratch_len;
-  int64_t item;
-  while ((item = atomic_fetch_add(&job->next, 1)) < job->num_items) {
+static void attend_items(Work *work, void *data, float *scratch) {
+  const Job *job = data;
+  for (int64_t item; (item = next_item(work)) >= 0; finish_item(work)) {
     if (job->type == FFI_BFLOAT16)
       attend_item(job, item, scratch, FFI_BFLOAT16);
     else
       attend_item(job, item, scratch, FFI_FLOAT32);
-    if (atomic_fetch_sub(&job->unfinished, 1) == 1 && job->future) {
-      FfiFutureArgs args = {sizeof args, NULL, job->future};
-      job->api->future_set_available(&args);
-    }
   }
-  release(job);
-}
-
-static FfiError *fail(const FfiCallFrame *frame, int code, const char *message) {
-  FfiErrorCreateArgs args = {sizeof args, NULL, message, code};
-  return frame->api->error_create(&args);
 }
 
 enum { QUERY, KEY, VALUE, KEYS, VALUES, SLOTS, POSITIONS, TABLES, TOKEN_TABLES, SINKS, OPTIONS, NUM_ARGUMENTS };
@@ -539,15 +481,6 @@ static void write_cache(const Job *job) {
   }
 }
 
-/* How many threads of XLA's to ask for beside this one. */
-static int num_helpers(const FfiCallFrame *frame, int64_t num_items) {
-  int64_t num_threads = 1;
-  FfiNumThreadsArgs args = {sizeof args, NULL, frame->context, &num_threads};
-  if (frame->api->struct_size < sizeof(FfiApi) || frame->api->thread_pool_num_threads(&args)) return 0;
-  if (num_threads > num_items) num_threads = num_items;
-  return num_threads > 1 ? (int)num_threads - 1 : 0;
-}
-
 /* Neighbouring tokens of one table, up to RUN of them. Gives how many runs there are; `runs` has room for one a token. */
 static int64_t find_runs(const Job *job, int32_t *runs) {
   int64_t count = 0;
@@ -557,38 +490,8 @@ static int64_t find_runs(const Job *job, int32_t *runs) {
   return count;
 }
 
-static FfiError *start(FfiCallFrame *frame, Job *job) {
-  int helpers = num_helpers(frame, job->num_items);
-  if (helpers) {
-    FfiFutureArgs args = {sizeof args, NULL, NULL};
-    if (frame->api->future_create(&args)) helpers = 0;
-    frame->future = job->future = args.future;
-  }
-  const int64_t group = job->heads / job->kv_heads;
-  job->scratch_len = run_scratch_len(job, group < GROUP ? group : GROUP);
-  job->scratch = malloc((helpers + 1) * job->scratch_len * sizeof *job->scratch);
-  if (!job->scratch) {
-    free_job(job);
-    return fail(frame, FFI_ERROR_RESOURCE_EXHAUSTED, "paged attention: out of memory");
-  }
-  atomic_store(&job->users, helpers + 1);
-  for (int i = 0; i < helpers; i++) {
-    FfiScheduleArgs args = {sizeof args, NULL, frame->context, work, job};
-    if (frame->api->thread_pool_schedule(&args)) release(job);
-  }
-  work(job);
-  return NULL;
-}
-
 FfiError *tpugate_paged_attention(FfiCallFrame *frame) {
-  if (frame->extensions && frame->extensions->type == FFI_EXTENSION_METADATA) {
-    FfiMetadataExtension *question = (FfiMetadataExtension *)frame->extensions;
-    question->metadata->version.major = 0;
-    question->metadata->version.minor = 3; /* of the header that the declarations were taken from */
-    question->metadata->traits = 0;
-    return NULL;
-  }
-  if (frame->stage != FFI_STAGE_EXECUTE) return NULL;
+  if (is_question(frame) || frame->stage != FFI_STAGE_EXECUTE) return NULL;
   if (!has_right_shapes(frame))
     return fail(frame, FFI_ERROR_INVALID_ARGUMENT, "paged attention: shapes or types do not fit");
   FfiBuffer **a = frame->arguments.buffers, **r = frame->results.buffers;
@@ -604,7 +507,7 @@ FfiError *tpugate_paged_attention(FfiCallFrame *frame) {
   job->num_slots = a[KEYS]->dims[0] / job->kv_heads;
   job->num_tables = a[TABLES]->dims[0], job->table_len = a[TABLES]->dims[1];
   job->block_len = options[0], job->scale = options[1], job->softcap = options[2], job->window = options[3];
-  job->type = a[QUERY]->type, job->api = frame->api;
+  job->type = a[QUERY]->type;
   job->runs = malloc((job->num_tokens + 1) * sizeof *job->runs);
   if (!job->runs || !job->num_tokens || !has_right_indices(job)) {
     const int is_empty = !job->num_tokens, is_out = !job->runs;
@@ -617,7 +520,8 @@ FfiError *tpugate_paged_attention(FfiCallFrame *frame) {
   if (job->values != a[VALUES]->data)
     memcpy(job->values, a[VALUES]->data, a[VALUES]->dims[0] * job->value_dim * width(job->type));
   write_cache(job);
-  job->num_items = find_runs(job, job->runs) * job->kv_heads;
-  atomic_store(&job->unfinished, job->num_items);
-  return start(frame, job);
+  const int64_t group = job->heads / job->kv_heads;
+  const WorkPlan plan = {attend_items, free_job, job, .num_items = find_runs(job, job->runs) * job->kv_heads,
+                         .scratch_len = run_scratch_len(job, group < GROUP ? group : GROUP)};
+  return share(frame, &plan);
 }

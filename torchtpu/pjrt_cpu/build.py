@@ -10,8 +10,8 @@ from torchtpu.environment import find_on_path, processor_flags
 from torchtpu.errors import NoCompilerError, ShimBuildError
 
 FOLDER = Path(__file__).parent
-SOURCES = (FOLDER / "shim.c", FOLDER / "attention.c")
-HEADERS = (FOLDER / "xla_ffi.h",)
+SOURCES = tuple(FOLDER / f"{name}.c" for name in ("shim", "work", "attention", "linear"))
+HEADERS = tuple(FOLDER / f"{name}.h" for name in ("xla_ffi", "work", "vectors"))
 COMPILERS = ("cc", "gcc", "clang")
 _FLAGS = ("-O3", "-std=gnu11", "-fPIC", "-shared", "-fvisibility=hidden", "-Wno-psabi")
 _NATIVE = "-march=native"

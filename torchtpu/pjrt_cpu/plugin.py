@@ -113,8 +113,10 @@ def _try(settings: DeviceSettings, plugin: Path) -> None:
 @dataclass(frozen=True)
 class LoadedShim:
     pjrt_version: str
-    has_kernels: bool
-    """Whether the plugin takes our custom calls."""
+    has_attention: bool
+    """Whether the custom call of `torchtpu.ops.native_attention` can be made."""
+    has_linear: bool
+    """Whether that of `torchtpu.ops.native_linear` can be."""
 
 
 def load_shim(shim: Path) -> LoadedShim:
@@ -133,5 +135,6 @@ def load_shim(shim: Path) -> LoadedShim:
         raise PluginRejectedError(f"The PJRT CPU plugin was refused: {reason.decode()}.")
     return LoadedShim(
         pjrt_version=f"0.{int(library.tpugate_pjrt_minor())}",
-        has_kernels=bool(library.tpugate_pjrt_has_kernels()),
+        has_attention=bool(library.tpugate_pjrt_has_attention()),
+        has_linear=bool(library.tpugate_pjrt_has_linear()),
     )

@@ -7,7 +7,7 @@
  *   OutputMemoryKinds   the plugin does not implement it; every output lies in "device" memory
  *   extension list      one extension more: the topology of a single chip with a single core
  *
- * A plugin that takes custom calls also gets ours: what a Pallas kernel is on a TPU, attention.c is here.
+ * A plugin that takes custom calls also gets ours: what a Pallas kernel is on a TPU, attention.c and linear.c are here.
  *
  * Only what these need is declared here, so no XLA header is needed to build. PJRT promises that a struct grows at its
  * end within a major version; every struct says how long it is, and that is checked before a field is read or written.
@@ -318,17 +318,21 @@ typedef struct {
   Error *(*register_handler)(RegisterArgs *);
 } FfiRegistry;
 
-static int has_kernels;
+static int has_attention, has_linear;
+
+static int register_kernel(const FfiRegistry *registry, const char *name, FfiHandler *handler) {
+  static const char platform[] = "Host";
+  RegisterArgs args = {.struct_size = END_OF(RegisterArgs, traits), .name = name, .name_size = strlen(name)};
+  args.handler = handler, args.platform = platform, args.platform_size = sizeof platform - 1;
+  return !registry->register_handler(&args);
+}
 
 static void register_kernels(const Api *api) {
   for (const Extension *at = api->extensions; at; at = at->next) {
     const FfiRegistry *registry = (const FfiRegistry *)at;
     if (at->type != FFI_EXTENSION_TYPE || at->struct_size < END_OF(FfiRegistry, register_handler)) continue;
-    static const char name[] = "tpugate_paged_attention", platform[] = "Host";
-    RegisterArgs args = {.struct_size = END_OF(RegisterArgs, traits)};
-    args.name = name, args.name_size = sizeof name - 1, args.handler = tpugate_paged_attention;
-    args.platform = platform, args.platform_size = sizeof platform - 1;
-    has_kernels = !registry->register_handler(&args);
+    has_attention = register_kernel(registry, "tpugate_paged_attention", tpugate_paged_attention);
+    has_linear = has_matrix_units() && register_kernel(registry, "tpugate_linear", tpugate_linear);
     return;
   }
 }
@@ -406,8 +410,14 @@ __attribute__((visibility("default"))) int tpugate_pjrt_minor(void) {
   return plugin ? plugin->version.minor : -1;
 }
 
-/* Returns 1 if the plugin takes our custom calls, see xla_ffi.h; else 0. */
-__attribute__((visibility("default"))) int tpugate_pjrt_has_kernels(void) {
+/* Returns 1 if the custom call `tpugate_paged_attention` can be made, see attention.c; else 0. */
+__attribute__((visibility("default"))) int tpugate_pjrt_has_attention(void) {
   pthread_once(&once, load);
-  return has_kernels;
+  return has_attention;
+}
+
+/* Returns 1 if the custom call `tpugate_linear` can be made, see linear.c; else 0. */
+__attribute__((visibility("default"))) int tpugate_pjrt_has_linear(void) {
+  pthread_once(&once, load);
+  return has_linear;
 }

@@ -95,7 +95,10 @@ _Static_assert(offsetof(FfiApi, error_create) == 48, "XLA_FFI_Error_Create is fu
 _Static_assert(offsetof(FfiApi, thread_pool_schedule) == 136, "XLA_FFI_ThreadPool_Schedule is function 11");
 _Static_assert(offsetof(FfiCallFrame, future) == 168, "XLA_FFI_CallFrame.future follows the attributes");
 
-/* The handler of the custom call `tpugate_paged_attention`, see attention.c. */
-FfiHandler tpugate_paged_attention;
+/* The handlers of the custom calls of the same names, see attention.c and linear.c. */
+FfiHandler tpugate_paged_attention, tpugate_linear;
+
+/* Whether this processor and this system let tpugate_linear run: asks the system for it. */
+int has_matrix_units(void);
 
 #endif

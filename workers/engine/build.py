@@ -4,6 +4,7 @@ import hashlib
 import logging
 import time
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -159,13 +160,15 @@ class EngineBuilder:
     def build(self, sink: "StepSink | None") -> LoadedEngine:
         from tokenizers import Tokenizer
 
+        from models.grammars import model_vocabulary
         from workers.engine.engine import EngineParts, ModelEngine
         from workers.engine.grammars import Grammars
         from workers.engine.scheduler import Scheduler, SchedulerConfig
 
         tokens = read_tokenizer(self._local.path)
         tokenizer_json, ends = tokens.tokenizer_json.decode(), self._info.eos_token_ids
-        grammars = Grammars(tokenizer_json, self._info.vocab_size, ends)
+        vocabulary = partial(model_vocabulary, tokenizer_json, self._info.vocab_size, ends)
+        grammars = Grammars(vocabulary, self._info.vocab_size)
         limits = SchedulerConfig(self._ladder, max_step_tokens=self._config.max_step_tokens)
         runner, plan = self._runner()
         cache = plan.new_cache()
@@ -201,7 +204,13 @@ class EngineBuilder:
         shapes = discover_cache_shapes(model)
         plan = self._cache_plan(model, shapes)
         compiler = self._compiler(self._identity(model, plan))
-        config = RunnerConfig(self._ladder, plan, self._info.vocab_size, self._kernel())
+        config = RunnerConfig(
+            self._ladder,
+            plan,
+            self._info.vocab_size,
+            self._kernel(),
+            native_linear=self._device.has_native_linear,
+        )
         return ModelRunner(self._device, model, shapes, compiler, config), plan
 
     def _kernel(self) -> "Kernel | None":
@@ -301,6 +310,7 @@ class EngineBuilder:
             "windows": [group.window for group in plan.groups],
             "max_rows": self._ladder.max_rows,
             "native_attention": self._has_kernel,
+            "native_linear": self._device.has_native_linear,
         }
 
     def _warm_up_progress(self, done: int, total: int, name: str) -> None:

@@ -21,7 +21,7 @@ from torchtpu.buckets import Bucket, BucketLadder
 from torchtpu.compiler import CompileCounters, Program, StepCompiler
 from torchtpu.device import Device
 from torchtpu.memory import return_freed_memory
-from torchtpu.ops import attention, sampling
+from torchtpu.ops import attention, native_linear, sampling
 from torchtpu.ops.attention import CacheShape, Kernel
 from workers.engine.cache_plan import CachePlan
 from workers.engine.input_batch import BatchLayout
@@ -48,6 +48,8 @@ class RunnerConfig:
     """Width of the logits."""
     kernel: Kernel | None = None
     """Attention of its own, where the device has one."""
+    native_linear: bool = False
+    """Whether linear layers are `torchtpu.ops.native_linear`."""
 
 
 @dataclass(frozen=True)
@@ -174,6 +176,8 @@ class ModelRunner:
         layout = self.layout(bucket)
         groups, kernel = self._config.cache.layer_groups, self._config.kernel
         step = make_step(self._model, self._weights, groups, layout, kernel)
+        if self._config.native_linear:
+            step = native_linear.replacing(step)
         donated = list(range(1, 2 + len(self._cache)))
         inputs = self._inputs(StepPlan(bucket, [], []))
         return self._compiler.start(f"step-{bucket.name}", step, inputs, donated)
