@@ -164,6 +164,41 @@ def test_a_stop_string_within_the_arguments(shared_gateway: GatewayUnderTest):
     assert choices == [(None, None, [("tide", '{"harbour": "Port ')], "stop")]
 
 
+def test_the_scripted_model_calls_what_it_must(shared_gateway: GatewayUnderTest):
+    """Without a script of its own, with arguments that match the schema."""
+    schemas: list[tuple[Any, Any]] = [
+        (None, {}),
+        ({"properties": {"a": {"type": "string"}}, "required": ["a"]}, {"a": ""}),
+        (
+            {
+                "properties": {
+                    "unit": {"enum": ["m", "ft"]},
+                    "at": {"type": "array", "items": {"$ref": "#/$defs/n"}, "minItems": 2},
+                    "deep": {"type": "object", "properties": {}, "required": []},
+                    "or": {"anyOf": [{"type": "null"}, {"type": "boolean"}]},
+                    "some": {"type": ["boolean", "null"]},
+                    "only": {"const": "x"},
+                    "word": {"type": "string", "minLength": 3},
+                },
+                "required": ["unit", "at", "deep", "or", "some", "only", "word"],
+                "$defs": {"n": {"type": "integer", "minimum": 5}},
+            },
+            {
+                "unit": "m", "at": [5, 5], "deep": {}, "or": None, "some": False,
+                "only": "x", "word": "xxx",
+            },
+        ),
+        ({"$defs": {"t": {"properties": {"t": {"$ref": "#/$defs/t"}}, "required": []}}}, {}),
+    ]  # fmt: skip
+    for parameters, expected in schemas:
+        tools = [{"type": "function", "function": {"name": "f", "parameters": parameters}}]
+        for choice in ("required", tools[0]):
+            answer = shared_gateway.chat(tools=tools, tool_choice=choice).json()["choices"][0]
+            assert answer["finish_reason"] == "tool_calls"
+            (made,) = answer["message"]["tool_calls"]
+            assert json.loads(made["function"]["arguments"]) == expected
+
+
 @pytest.mark.parametrize("choice", ["required", TOOLS[0]])
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_call_that_does_not_come_is_a_failure(

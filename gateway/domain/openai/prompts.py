@@ -54,9 +54,11 @@ async def chat_prompt(
     headers: Headers,
     inline_bytes: int,
     tools: Tools = (),
+    said: str | None = None,
 ) -> Prompt:
     """Render and tokenise the messages and the tools that the model is shown.
 
+    `said` is what the scripted model says unless a header tells it; without it, the last user's words.
     Raises `BadRequestError` or `ContextLengthError`.
     """
     text_len = chat_len(body.messages) + (len(msgspec.json.encode(tools)) if tools else 0)
@@ -69,8 +71,9 @@ async def chat_prompt(
     script = None
     if served.card.engine == "scripted":
         users = (message for message in reversed(body.messages) if message.role == "user")
-        last = next(users, None)
-        script = _script(headers, last.text() if last else "")
+        if said is None:
+            said = next((message.text() for message in users), "")
+        script = _script(headers, said)
     return Prompt(token_ids=token_ids, sampling=sampling, script=script)
 
 

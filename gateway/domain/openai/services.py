@@ -30,6 +30,7 @@ from gateway.domain.openai.schemas import (
     GenerationBody,
     ModelInfo,
 )
+from gateway.domain.openai.tools.example import example_call
 from gateway.domain.openai.tools.offer import tool_offer
 from gateway.domain.openai.validation import B, parse
 from gateway.domain.system.services import Metrics, ModelMetrics
@@ -131,7 +132,10 @@ class CompletionService:
         if offer is not None and offer.is_required:
             await check_required_call(served, body, offer)
         tools = offer.template_tools if offer is not None else ()
-        prompt = await chat_prompt(served, body, request.headers, inline_bytes, tools)
+        said = None
+        if offer is not None and offer.is_required and served.card.engine == "scripted":
+            said = example_call(offer)
+        prompt = await chat_prompt(served, body, request.headers, inline_bytes, tools, said)
         reading = reading_of(served, body, offer, grammar, prompt)
         prompt = prompt.bound_to(grammar) if reading is None else reading.shaped(prompt)
         return _plan(served, body, [prompt], started_s, reading), prompt
