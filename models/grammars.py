@@ -66,6 +66,8 @@ def check(kind: str, text: str) -> str | None:
 def explained(matcher: LLMatcher) -> str:
     """Why a matcher failed, as a sentence."""
     error = matcher.get_error()
+    if error.startswith("panic"):
+        return "it cannot be followed."
     if error.startswith("NoExtension"):
         return "nothing matches it."
     first = error.split("\n<non-verbose/>")[0].strip()

@@ -5,11 +5,13 @@ It sees nothing but the packed arrays of a step, so a wrong block, position, row
 another token than `continuation`, which knows the text alone.
 """
 
+import functools
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 from numpy.typing import NDArray
 
 from torchtpu.buckets import BucketLadder
@@ -27,6 +29,45 @@ NUM_TOP = 3
 
 def next_token(text: Sequence[int]) -> int:
     return zlib.crc32(bytes(text)) % NUM_TOKENS
+
+
+def next_allowed(text: Sequence[int], mask: int) -> int:
+    """The next token, or the first one that `mask` has a bit for."""
+    token = next_token(text)
+    if mask >> token & 1:
+        return token
+    return next(i for i in range(NUM_TOKENS) if mask >> i & 1)
+
+
+def bound_continuation(
+    prompt: Sequence[int], max_tokens: int, matcher: LLMatcher, *, ignore_eos: bool
+) -> list[int]:
+    """The same where `matcher`, at its start, says what may come."""
+    text = list(prompt)
+    while len(text) - len(prompt) < max_tokens and not matcher.is_stopped():
+        mask = int.from_bytes(matcher.compute_bitmask(), "little")
+        without_end = mask & ~(1 << EOS)
+        text.append(next_allowed(text, without_end if ignore_eos and without_end else mask))
+        assert matcher.consume_token(text[-1])
+    return text[len(prompt) :]
+
+
+class _Letters:
+    """A vocabulary of the end and some letters, as llguidance asks for one."""
+
+    bos_token_id = None
+    eos_token_id = EOS
+    special_token_ids = (EOS,)
+    tokens = (b"<end>", *(bytes([ord("a") + i]) for i in range(NUM_TOKENS - 1)))
+
+    def __call__(self, text: bytes) -> list[int]:
+        letters = (bytes([byte]) for byte in text)
+        return [self.tokens.index(letter) for letter in letters if letter in self.tokens]
+
+
+@functools.cache
+def toy_vocabulary() -> LLTokenizer:
+    return LLTokenizer(TokenizerWrapper(_Letters()), slices=[])
 
 
 def continuation(prompt: Sequence[int], max_tokens: int, *, ignore_eos: bool) -> list[int]:
@@ -79,7 +120,7 @@ class ToyRunner:
         self._ladder, self._block_len = ladder, block_len
         self._num_blocks, self._windows = num_blocks, windows
         self.lose_next: str | None = None
-        """`dispatch` or `collect`: where the next step fails."""
+        """`dispatch`, `draw` or `collect`: where the next step fails."""
         self.plans: list[StepPlan] = []
         self.watch: Callable[[StepPlan], None] = lambda plan: None
         """Sees each plan before it runs."""
@@ -96,7 +137,9 @@ class ToyRunner:
         self._caches = [np.full(n * self._block_len, -1) for n in self._num_blocks]
         self._newest = np.full(self.max_rows + 1, -1)
 
-    def dispatch(self, plan: StepPlan) -> ToyHandle:
+    def dispatch(
+        self, plan: StepPlan, allowed: Callable[[], NDArray[np.int32]] | None = None
+    ) -> ToyHandle:
         self.plans.append(plan)
         self.watch(plan)
         lost, self.lose_next = self.lose_next, None
@@ -105,9 +148,14 @@ class ToyRunner:
                 cache[:] = -1
         if lost == "dispatch":
             raise RuntimeError("buffer has been deleted or donated")
-        return ToyHandle(plan, self._compute(plan), is_lost=lost == "collect")
+        results = self._compute(plan, allowed)
+        if lost == "draw":
+            raise RuntimeError("buffer has been deleted or donated")
+        return ToyHandle(plan, results, is_lost=lost == "collect")
 
-    def _compute(self, plan: StepPlan) -> StepResults:
+    def _compute(
+        self, plan: StepPlan, allowed: Callable[[], NDArray[np.int32]] | None
+    ) -> StepResults:
         layout = BatchLayout(plan.bucket, self._block_len, self.max_rows, len(self._caches))
         fields = layout.fields(layout.pack(plan))
         tokens = [*self._newest[fields["newest_rows"]], *fields["prompt_tokens"]]
@@ -119,7 +167,11 @@ class ToyRunner:
             self._read(tables[:, token], int(fields["positions"][token]) + 1)
             for token in fields["sample_tokens"]
         ]
-        sampled = [next_token(text) if text else -1 for text in texts]
+        masks = [-1] * len(texts) if allowed is None else allowed()[:, 0].tolist()
+        sampled = [
+            next_allowed(text, mask) if text else -1
+            for text, mask in zip(texts, masks, strict=True)
+        ]
         self._newest[fields["sample_rows"]] = sampled
         if not plan.reports:
             return StepResults(sampled)

@@ -3,18 +3,35 @@
 import itertools
 import time
 from collections.abc import Callable
+from functools import cache
 
+from models.grammars import compiled
 from tests.contract.test_worker_engine import Collected
-from tests.fakes.toy_device import EOS, NUM_TOKENS, ToyRunner, continuation, toy_logprobs
+from tests.fakes.toy_device import (
+    EOS,
+    NUM_TOKENS,
+    ToyRunner,
+    bound_continuation,
+    continuation,
+    toy_logprobs,
+    toy_vocabulary,
+)
 from torchtpu.buckets import NO_PREFILL, BucketLadder, PrefillShape
 from workers.engine.engine import EngineParts, ModelEngine
+from workers.engine.grammars import Grammars
 from workers.engine.interface import EXPIRED
 from workers.engine.kv_cache import TRASH, BlockPool, CacheGroup, KVCache, most_held
 from workers.engine.outputs import StepPlan
 from workers.engine.request import Sequence, Status
 from workers.engine.scheduler import Scheduler, SchedulerConfig
 from workers.engine.scripted import scripted_tokenizer
-from workers.protocol import FinishReason, GenerateRequest, SamplingParams, TokenLogprobs
+from workers.protocol import (
+    FinishReason,
+    GenerateRequest,
+    Grammar,
+    SamplingParams,
+    TokenLogprobs,
+)
 
 BLOCK_LEN = 4
 CONTEXT_LEN = 32
@@ -26,10 +43,28 @@ LADDER = BucketLadder(
     contexts=(16, CONTEXT_LEN),
     mixed_contexts=(16, CONTEXT_LEN),
 )
+GRAMMARS = tuple(
+    Grammar("regex", text) for text in ("[a-f]*", "(ab|ba)+c", "a{0,9}", "abc", "([a-c]{2}d?){3,}")
+)
 WINDOW = 6
 MAX_CHUNK = max(shape.segment_len for shape in LADDER.prefill)
 FEWEST_WINDOW_BLOCKS = most_held(WINDOW, BLOCK_LEN, MAX_CHUNK)
 ids = itertools.count()
+
+
+@cache
+def toy_grammars() -> Grammars:
+    """Shared, as threads are dear: an empty engine leaves nothing in it but what is compiled.
+
+    `GRAMMARS` are compiled already, so that requests with them begin at once.
+    """
+    grammars = Grammars(toy_vocabulary, NUM_TOKENS)
+    for index, grammar in enumerate(GRAMMARS):
+        grammars.start(str(index), grammar)
+    while grammars.waiting:
+        grammars.wait(1.0)
+        grammars.take_ready()
+    return grammars
 
 
 def toy_engine(
@@ -55,6 +90,7 @@ def toy_engine(
             context_len=CONTEXT_LEN,
             eos_token_ids=frozenset({EOS}),
             vocab_size=NUM_TOKENS,
+            grammars=toy_grammars(),
             clock=clock,
         )
     )
@@ -216,11 +252,7 @@ def check_plan(plan: StepPlan) -> None:
 def check_answer(sequence: Sequence, collected: Collected, *, is_aborted: bool) -> None:
     request, prompt_len = sequence.request, len(sequence.request.prompt_token_ids)
     tokens = sequence.token_ids[prompt_len:]
-    expected = continuation(
-        request.prompt_token_ids,
-        min(request.sampling.max_tokens, CONTEXT_LEN - prompt_len),
-        ignore_eos=request.sampling.ignore_eos,
-    )
+    expected, stopped = expected_answer(request)
     check_logprobs(sequence, collected, tokens)
     reason = collected.ends(request.request_id)[sequence.choice]
     if reason is FinishReason.ERROR:
@@ -232,13 +264,24 @@ def check_answer(sequence: Sequence, collected: Collected, *, is_aborted: bool) 
         assert is_aborted
         assert tokens == expected[: len(tokens)]
         return
-    stopped = expected[-1] == EOS and not request.sampling.ignore_eos
     assert tokens == expected
     assert reason is (FinishReason.STOP if stopped else FinishReason.LENGTH)
     counted = sum(
         d.num_tokens for d in collected.deltas[request.request_id] if d.choice == sequence.choice
     )
     assert counted == len(tokens)
+
+
+def expected_answer(request: GenerateRequest) -> tuple[list[int], bool]:
+    """Its tokens, and whether they end by themselves."""
+    prompt, sampling = request.prompt_token_ids, request.sampling
+    most = min(sampling.max_tokens, CONTEXT_LEN - len(prompt))
+    if sampling.grammar is None:
+        expected = continuation(prompt, most, ignore_eos=sampling.ignore_eos)
+        return expected, expected[-1] == EOS and not sampling.ignore_eos
+    matcher = compiled(sampling.grammar.kind, sampling.grammar.text, toy_vocabulary())
+    expected = bound_continuation(prompt, most, matcher, ignore_eos=sampling.ignore_eos)
+    return expected, matcher.is_stopped()
 
 
 def check_logprobs(sequence: Sequence, collected: Collected, tokens: list[int]) -> None:

@@ -10,7 +10,7 @@ import logging
 import math
 import time
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Callable, Collection
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 
 import numpy as np
@@ -19,7 +19,7 @@ from llguidance.numpy import fill_next_token_bitmask_par
 from numpy.typing import NDArray
 
 from models.errors import GrammarError
-from models.grammars import compiled, model_vocabulary
+from models.grammars import compiled
 from workers.engine.binding import bar
 from workers.engine.outputs import Sample, StepPlan, is_current
 from workers.protocol import Grammar
@@ -38,13 +38,11 @@ log = logging.getLogger(__name__)
 class Grammars:
     """Of one model. All but the compiling is for the engine's thread alone."""
 
-    def __init__(self, tokenizer_json: str, vocab_size: int, end_ids: Iterable[int]) -> None:
-        """`vocab_size` is the width of the logits. The vocabulary is built in the background."""
+    def __init__(self, vocabulary: Callable[[], LLTokenizer], vocab_size: int) -> None:
+        """`vocabulary` may raise `GrammarError`; it runs in the background. `vocab_size` is the logits' width."""
         self._num_words = -(-vocab_size // 32)
         self._threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="grammar")
-        self._vocabulary = self._threads.submit(
-            model_vocabulary, tokenizer_json, vocab_size, end_ids
-        )
+        self._vocabulary = self._threads.submit(vocabulary)
         self._executor = LLExecutor()
         self._kept: OrderedDict[tuple[str, str], _Compiling] = OrderedDict()
         self._waiting: dict[str, _Compiling] = {}
@@ -59,7 +57,7 @@ class Grammars:
         return None if error is None else str(error)
 
     @property
-    def waiting(self) -> Iterable[str]:
+    def waiting(self) -> Collection[str]:
         """Requests whose grammars are not ready."""
         return self._waiting.keys()
 
