@@ -72,6 +72,12 @@ def test_a_parameter_is_handed_on(kind: type[GenerationBody], name: str, value: 
     ("kind", "fields", "expected"),
     [
         (CHAT, {"top_k": -1}, {"top_k": 0}),
+        (
+            CHAT,
+            {"seed": 7.0, "top_k": 5.0, "min_tokens": 2.0},
+            {"seed": 7, "top_k": 5, "min_tokens": 2},
+        ),
+        (PLAIN, {"logprobs": 2.0, "best_of": 1.0, "n": 1.0}, {"logprobs": 2}),
         (CHAT, {"top_k": 2**62}, {"top_k": CARD.vocab_size}),
         (CHAT, {"temperature": 1e-40}, {"temperature": 0.0}),
         (
@@ -175,7 +181,8 @@ BAD: list[tuple[type[GenerationBody], dict[str, Any], str]] = [
     (CHAT, {"top_k": -2}, "top_k"),
     (CHAT, {"seed": 2**63}, "seed"),
     (CHAT, {"seed": -(2**63) - 1}, "seed"),
-    (CHAT, {"seed": 1.0}, "seed"),
+    (CHAT, {"seed": 1.5}, "seed"),
+    (CHAT, {"seed": 1e300}, "seed"),
     (CHAT, {"n": 0}, "n"),
     (CHAT, {"n": 129}, "n"),
     (CHAT, {"best_of": 2}, "best_of"),

@@ -5,6 +5,8 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, model_validator
 from pydantic_core import PydanticCustomError
 
+from gateway.domain.openai.numbers import whole
+
 _NEEDED = {
     # Type of a block: the fields it must have.
     "text": ("text",),
@@ -132,12 +134,12 @@ class CountTokensRequest(_Body):
 
 
 class MessagesRequest(CountTokensRequest):
-    max_tokens: Annotated[int, Field(ge=1, le=2**63 - 1)]
+    max_tokens: Annotated[int, Field(ge=1, le=2**63 - 1), whole]
     stream: bool | None = None
     stop_sequences: list[Annotated[str, Field(min_length=1)]] | None = None
     temperature: Annotated[float, Field(ge=0, le=1)] | None = None
     top_p: Annotated[float, Field(ge=0, le=1)] | None = None
-    top_k: Annotated[int, Field(ge=0, le=2**63 - 1)] | None = None
+    top_k: Annotated[int, Field(ge=0, le=2**63 - 1), whole] | None = None
     inference_geo: str | None = None
     """Where a request is served: cannot be chosen."""
     # Of no effect on an answer.

@@ -17,6 +17,7 @@ from gateway.domain.openai.formats import (
     StructuredOutputs,
 )
 from gateway.domain.openai.message_schemas import Body, ChatMessage, string_or_list
+from gateway.domain.openai.numbers import whole
 from gateway.domain.openai.tool_schemas import ToolChoice, Tools
 from gateway.errors import BadRequestError
 
@@ -28,11 +29,11 @@ MAX_BIASES = 300
 MAX_STOP_TOKEN_IDS = 128
 _INT64_MAX = 2**63 - 1
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
-Int64 = Annotated[int, Field(ge=-(2**63), le=_INT64_MAX)]
+Int64 = Annotated[int, Field(ge=-(2**63), le=_INT64_MAX), whole]
 Penalty = Annotated[float, Field(ge=-2, le=2)]
 StopString = Annotated[str, Field(min_length=1)]
-Count = Annotated[int, Field(ge=1, le=_INT64_MAX)]
-Alternatives = Annotated[int, Field(ge=0, le=MAX_ALTERNATIVES)]
+Count = Annotated[int, Field(ge=1, le=_INT64_MAX), whole]
+Alternatives = Annotated[int, Field(ge=0, le=MAX_ALTERNATIVES), whole]
 """How many of the likeliest tokens are told beside the one that is there."""
 
 
@@ -45,7 +46,7 @@ class GenerationBody(Body):
     """What chat and plain completions share."""
 
     model: str = Field(min_length=1)
-    n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
+    n: Annotated[int, Field(ge=1, le=MAX_CHOICES), whole] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     max_tokens: Count | None = None
@@ -70,9 +71,9 @@ class GenerationBody(Body):
         | None
     ) = None
     # Extensions that users of other servers know.
-    top_k: Annotated[int, Field(ge=-1, le=_INT64_MAX)] | None = None
+    top_k: Annotated[int, Field(ge=-1, le=_INT64_MAX), whole] | None = None
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
-    min_tokens: Annotated[int, Field(ge=0, le=_INT64_MAX)] | None = None
+    min_tokens: Annotated[int, Field(ge=0, le=_INT64_MAX), whole] | None = None
     repetition_penalty: Annotated[float, Field(ge=0.01, le=100)] | None = None
     """Bounded so that no logit it touches overflows."""
     ignore_eos: bool | None = None
@@ -103,7 +104,7 @@ class GenerationBody(Body):
     length_penalty: float | None = None
     include_stop_str_in_output: bool | None = None
     return_token_ids: bool | None = None
-    best_of: Annotated[int, Field(ge=1, le=20)] | None = None
+    best_of: Annotated[int, Field(ge=1, le=20), whole] | None = None
     echo: bool | None = None
     # Of no effect on an answer.
     user: str | None = None
@@ -199,7 +200,7 @@ class ChatCompletionRequest(GenerationBody):
 class CompletionRequest(GenerationBody):
     prompt: Any = None
     """A string, a list of strings, token ids, or a list of lists of token ids."""
-    max_tokens: Annotated[int, Field(ge=0, le=_INT64_MAX)] | None = None
+    max_tokens: Annotated[int, Field(ge=0, le=_INT64_MAX), whole] | None = None
     """0 goes with `echo` alone: the prompt is scored and nothing generated."""
     logprobs: Alternatives | None = None
     suffix: str | None = None

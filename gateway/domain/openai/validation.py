@@ -24,7 +24,7 @@ _UNSUPPORTED: dict[str, Harmless] = {
     # Field: the values that ask for nothing we cannot do. null is always one.
     "functions": _is_falsy,
     "function_call": _one_of("none", "auto"),
-    "modalities": _one_of(["text"]),
+    "modalities": _one_of(["text"], []),
     "audio": _is_falsy,
     "service_tier": _one_of("auto", "default"),
     "store": _is_falsy,

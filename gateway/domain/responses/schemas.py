@@ -13,6 +13,8 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
+from gateway.domain.openai.numbers import whole
+
 _TEXTS = ("input_text", "output_text", "text", "summary_text", "reasoning_text")
 _NEEDED = {
     # Type of an item: the fields it must have.
@@ -174,7 +176,7 @@ class ResponsesRequest(_Body):
     background: bool | None = None
     store: bool | None = None
     previous_response_id: Annotated[str, Field(max_length=200)] | None = None
-    max_output_tokens: Annotated[int, Field(ge=1, le=2**63 - 1)] | None = None
+    max_output_tokens: Annotated[int, Field(ge=1, le=2**63 - 1), whole] | None = None
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
     top_p: Annotated[float, Field(ge=0, le=1)] | None = None
     tools: list[FunctionTool] | None = None
@@ -195,7 +197,7 @@ class ResponsesRequest(_Body):
     # Harmless values alone are taken.
     truncation: Literal["auto", "disabled"] | None = None
     include: list[Includable] | None = None
-    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=20), whole] | None = None
     service_tier: str | None = None
     conversation: Any = None
     prompt: Any = None
@@ -204,7 +206,7 @@ class ResponsesRequest(_Body):
     access_programs: Any = None
     background_options: Any = None
     # Of no effect on an answer.
-    max_tool_calls: Annotated[int, Field(ge=1)] | None = None
+    max_tool_calls: Annotated[int, Field(ge=1), whole] | None = None
     prompt_cache_key: str | None = None
     safety_identifier: str | None = None
     user: str | None = None
