@@ -11,6 +11,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from models.chat_format import TOOL_FORMATS
 from models.chat_roles import Conversation, render_conversation
 from models.chat_templates import ChatTemplate
 from models.errors import ChatTemplateError
@@ -196,6 +197,14 @@ def test_tools_are_told_in_words_where_the_template_knows_none():
     assert json.dumps(TOOL) in prompt
     assert prompt.endswith("U1<end_of_turn>\n<start_of_turn>model\n")
     assert "<tool_call>" not in rendered("qwen2_5", [user("U1")], tools=[TOOL])
+
+
+@pytest.mark.parametrize("name", TOOL_FORMATS)
+def test_each_format_of_calls_is_told(name: str):
+    conversation = Conversation([user("U1")], [TOOL])
+    prompt = render_conversation(FAMILIES["chatml"], conversation, tool_format=name)
+    assert '"tide"' in prompt
+    assert '{"name": <function-name>' in prompt
 
 
 @pytest.mark.parametrize("text", ["The answer", "The answer is ", "", "a\n\n", "<think>\nso"])

@@ -11,8 +11,20 @@ _LEGACY_ID = "call_of_a_function"
 
 
 def template_messages(messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:
-    """Dictionaries of plain values: `content` is a string, and arguments are objects where they are any."""
-    return [_template_message(message) for message in messages]
+    """Dictionaries of plain values: `content` is a string, and arguments are objects where they are any.
+
+    Results get the name of what was called, which some templates show.
+    """
+    changed: list[dict[str, Any]] = []
+    names: dict[str, str] = {}
+    for message in messages:
+        fields = _template_message(message)
+        for call in fields.get("tool_calls", ()):
+            names[call["id"]] = call["function"]["name"]
+        if message.tool_call_id in names:
+            fields.setdefault("name", names[message.tool_call_id])
+        changed.append(fields)
+    return changed
 
 
 def chat_len(messages: Sequence[ChatMessage]) -> int:
