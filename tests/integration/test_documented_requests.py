@@ -12,9 +12,15 @@ from tests.fakes.gateway import GatewayUnderTest, events
 DOCUMENT = (Path(__file__).resolve().parents[2] / "docs" / "http-api.md").read_text()
 EXAMPLES: list[tuple[str, dict[str, Any]]] = [
     (path, json.loads(body))
-    for path, body in re.findall(r"`POST (/v1/\S+)`:\n\n```json\n(.*?)```", DOCUMENT, re.DOTALL)
+    for path, body in re.findall(r"`POST (/\S+)`:\n\n```json\n(.*?)```", DOCUMENT, re.DOTALL)
 ]
-NAMES = [",".join(sorted(body.keys() - {"model", "messages", "prompt"})) for _, body in EXAMPLES]
+COMPLETIONS = [example for example in EXAMPLES if example[0].endswith("completions")]
+OTHERS = [example for example in EXAMPLES if example not in COMPLETIONS]
+
+
+def names(examples: list[tuple[str, dict[str, Any]]]) -> list[str]:
+    said = {"model", "messages", "prompt", "input"}
+    return [f"{path}:{','.join(sorted(body.keys() - said))}" for path, body in examples]
 
 
 def test_each_kind_of_parameter_has_an_example():
@@ -37,7 +43,16 @@ def test_each_kind_of_parameter_has_an_example():
     }
 
 
-@pytest.mark.parametrize(("path", "body"), EXAMPLES, ids=NAMES)
+def test_each_route_that_takes_a_body_has_an_example(shared_gateway: GatewayUnderTest):
+    paths = shared_gateway.client.get("/schema/openapi.json").json()["paths"]
+    takes = {path for path, item in paths.items() if "requestBody" in item.get("post", {})}
+    assert {path for path, _ in EXAMPLES} == {path for path in takes if "/admin/" not in path}
+    for path in takes:
+        media = paths[path]["post"]["requestBody"]["content"]["application/json"]
+        assert media["examples"], path
+
+
+@pytest.mark.parametrize(("path", "body"), COMPLETIONS, ids=names(COMPLETIONS))
 def test_a_documented_request(shared_gateway: GatewayUnderTest, path: str, body: dict[str, Any]):
     body = {**body, "model": "m-small"}
     whole = shared_gateway.client.post(path, json=body)
@@ -60,3 +75,30 @@ def test_a_documented_request(shared_gateway: GatewayUnderTest, path: str, body:
         assert choices[0]["text"] == body["prompt"]
         assert "".join(choices[0]["logprobs"]["tokens"]) == body["prompt"]
         assert whole.json()["usage"]["completion_tokens"] == body["max_tokens"]
+
+
+def text_of(path: str, answer: dict[str, Any]) -> str:
+    if path == "/v1/responses":
+        assert answer["status"] == "completed"
+        return str(answer["output"][0]["content"][0]["text"])
+    if path == "/v1/messages":
+        assert answer["stop_reason"] == "end_turn"
+        return str(answer["content"][0]["text"])
+    if path == "/tokenize":
+        assert answer["count"] == len(answer["tokens"])
+    return str(answer.get("input_tokens") or answer.get("prompt") or answer["tokens"])
+
+
+@pytest.mark.parametrize(("path", "body"), OTHERS, ids=names(OTHERS))
+def test_a_documented_request_of_another_surface(
+    shared_gateway: GatewayUnderTest, path: str, body: dict[str, Any]
+):
+    body = {**body, "model": "m-small"}
+    whole = shared_gateway.client.post(path, json=body)
+    assert whole.status_code == 200, whole.text
+    assert text_of(path, whole.json())
+    if path in ("/v1/responses", "/v1/messages"):
+        streamed = shared_gateway.client.post(path, json={**body, "stream": True})
+        assert streamed.status_code == 200, streamed.text
+        told = [json.loads(line[6:]) for line in streamed.text.splitlines() if line[:6] == "data: "]
+        assert told[-1]["type"] in ("response.completed", "message_stop")
