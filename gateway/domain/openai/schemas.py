@@ -35,6 +35,10 @@ StopString = Annotated[str, Field(min_length=1)]
 Count = Annotated[int, Field(ge=1, le=_INT64_MAX), whole]
 Alternatives = Annotated[int, Field(ge=0, le=MAX_ALTERNATIVES), whole]
 """How many of the likeliest tokens are told beside the one that is there."""
+Metadata = Annotated[
+    dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]],
+    Field(max_length=16),
+]
 
 
 class StreamOptions(Body):
@@ -173,8 +177,10 @@ class ChatCompletionRequest(GenerationBody):
     web_search_options: Any = None
     service_tier: Any = None
     store: bool | None = None
-    metadata: dict[str, Any] | None = None
+    metadata: Metadata | None = None
     prompt_cache_key: str | None = None
+    prompt_cache_options: dict[str, Any] | None = None
+    prompt_cache_retention: str | None = None
     safety_identifier: str | None = None
     prediction: dict[str, Any] | None = None
     verbosity: Any = None

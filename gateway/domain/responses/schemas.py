@@ -14,6 +14,7 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 
 from gateway.domain.openai.numbers import whole
+from gateway.domain.openai.schemas import Metadata
 
 _TEXTS = ("input_text", "output_text", "text", "summary_text", "reasoning_text")
 _NEEDED = {
@@ -184,16 +185,7 @@ class ResponsesRequest(_Body):
     parallel_tool_calls: bool | None = None
     text: TextConfig | None = None
     reasoning: ReasoningConfig | None = None
-    metadata: (
-        Annotated[
-            dict[
-                Annotated[str, Field(max_length=64)],
-                Annotated[str, Field(max_length=512)],
-            ],
-            Field(max_length=16),
-        ]
-        | None
-    ) = None
+    metadata: Metadata | None = None
     # Harmless values alone are taken.
     truncation: Literal["auto", "disabled"] | None = None
     include: list[Includable] | None = None
@@ -208,6 +200,8 @@ class ResponsesRequest(_Body):
     # Of no effect on an answer.
     max_tool_calls: Annotated[int, Field(ge=1), whole] | None = None
     prompt_cache_key: str | None = None
+    prompt_cache_options: dict[str, Any] | None = None
+    prompt_cache_retention: str | None = None
     safety_identifier: str | None = None
     user: str | None = None
 
