@@ -124,6 +124,7 @@ class ToyRunner:
         self.plans: list[StepPlan] = []
         self.watch: Callable[[StepPlan], None] = lambda plan: None
         """Sees each plan before it runs."""
+        self.num_resets = 0
         self.reset_cache()
 
     @property
@@ -134,6 +135,7 @@ class ToyRunner:
         return 0
 
     def reset_cache(self) -> None:
+        self.num_resets += 1
         self._caches = [np.full(n * self._block_len, -1) for n in self._num_blocks]
         self._newest = np.full(self.max_rows + 1, -1)
 

@@ -159,9 +159,9 @@ class Driven:
     def step(self, lose: str | None = None) -> None:
         self.runner.lose_next = lose
         first = min(self.scheduler.running, key=lambda s: s.order, default=None)
-        failures = self.engine._num_failed_steps
+        resets = self.runner.num_resets
         self.collected.take(self.engine.step())
-        failed = self.engine._num_failed_steps > failures
+        failed = self.runner.num_resets > resets
         self.scheduler.check_integrity()
         self.check_shared_blocks()
         for sequence in self.scheduler.running:

@@ -1,6 +1,6 @@
 """Protects the engine against any order of events: requests of several keys, tenants and priorities come,
 expire, are aborted and preempted, and steps are lost, on a device with few blocks. Whatever happens, each
-request ends once, with the tokens that its text alone decides, within a bounded number of steps, and no
+request ends once, with the tokens that its text and grammar alone decide, within a bounded number of steps, and no
 block or row is lost."""
 
 from typing import Any
@@ -14,6 +14,7 @@ from tests.fakes.toy_engine import (
     CONTEXT_LEN,
     FEWEST_BLOCKS,
     FEWEST_WINDOW_BLOCKS,
+    GRAMMARS,
     LADDER,
     Driven,
     new_request,
@@ -35,6 +36,7 @@ REPORTS = st.fixed_dictionaries(
     {
         "logprobs": st.sampled_from([None, None, 0, 2]),
         "prompt_logprobs": st.sampled_from([None, None, 0, 3]),
+        "grammar": st.sampled_from([None, None, *GRAMMARS]),
     }
 )
 
@@ -75,7 +77,7 @@ class Workload(RuleBasedStateMachine):
         self.driven.abort(data.draw(st.sampled_from(self.driven.live)))
 
     @precondition(lambda self: self.driven.engine.has_work())
-    @rule(when=st.sampled_from(["dispatch", "collect"]))
+    @rule(when=st.sampled_from(["dispatch", "draw", "collect"]))
     def lose_a_step(self, when: str) -> None:
         self.driven.step(lose=when)
         for _ in range(2):
