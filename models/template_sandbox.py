@@ -9,7 +9,7 @@ chat template uses them.
 import re
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, MutableMapping
 from functools import wraps
 from itertools import islice
 from types import BuiltinMethodType, MethodType
@@ -29,7 +29,7 @@ MOST_TEXT = 8 * 2**20
 MOST_PASSES = 10_000_000
 MOST_SECONDS = 1.0
 _MOST_BUILT = 64 * 2**20
-"""Characters and items of all that one rendering makes."""
+"""Characters of all that one rendering makes."""
 _MOST_ITEMS = 100_000
 _MOST_WIDTH = 1_000
 _MOST_BITS = 4_096
@@ -55,10 +55,15 @@ class Budget:
 
     __slots__ = ("_built", "_passes", "_seconds", "_until_s")
 
-    def __init__(self, passes: int = MOST_PASSES, seconds: float = MOST_SECONDS) -> None:
-        """Passes of loops and calls of macros; processor time of the thread that renders."""
+    def __init__(
+        self,
+        passes: int = MOST_PASSES,
+        seconds: float = MOST_SECONDS,
+        size: int = _MOST_BUILT,
+    ) -> None:
+        """Passes of loops and calls of macros; processor time of the thread that renders; all that it makes."""
         self._passes = passes
-        self._built = _MOST_BUILT
+        self._built = size
         self._seconds = seconds
         self._until_s: float | None = None
 
@@ -113,6 +118,10 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
             self.filters[name] = _guarded(self.filters[name], check)
         self.filters[_TICK] = _tick
         self.filters[_CONCAT] = _joined
+
+    def make_globals(self, d: MutableMapping[str, Any] | None) -> MutableMapping[str, Any]:
+        """One dictionary: jinja2's chain of them is copied entry by entry with every rendering."""
+        return {**self.globals, **(d or {})}
 
     @staticmethod
     def concat(pieces: Iterable[str]) -> str:  # type: ignore[override, unused-ignore]

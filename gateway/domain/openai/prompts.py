@@ -26,8 +26,8 @@ Tools = Sequence[Mapping[str, Any]]
 """As chat templates expect them: `{"type": "function", "function": {"name", "description", "parameters"}}`."""
 _INLINE_MESSAGES = 64
 """Chats of more are rendered in a thread, however short the messages are."""
-_INLINE_PASSES = 500
-"""What takes a template more passes of its loops is rendered in a thread too."""
+_INLINE_PASSES, _INLINE_SECONDS, _INLINE_SIZE = 500, 0.01, 256 * 1024
+"""What takes a template more is rendered in a thread too."""
 _MOST_VARIABLES = 64
 _WORD = re.compile(r"\s*\S+\s*")
 
@@ -199,7 +199,9 @@ def _encode_inline(
 ) -> list[int] | None:
     """None if that takes the template longer than others should wait."""
     try:
-        return _encode_chat(served, body, tools, Budget(_INLINE_PASSES))
+        return _encode_chat(
+            served, body, tools, Budget(_INLINE_PASSES, _INLINE_SECONDS, _INLINE_SIZE)
+        )
     except TemplateLimitError:
         return None
 
