@@ -1,8 +1,7 @@
 """The gateway's two ends of Redis Streams: one writer of requests and aborts, one reader of replies.
 
-Writes that come while a round trip is under way leave together in the next one, so that the cost of
-a pipeline is shared by all requests of that moment. Reads are one blocking XREAD per process, fanned
-out by the caller.
+A request is written as soon as it is ready: the worker begins with it while this process prepares the next.
+Reads are one blocking XREAD per process, fanned out by the caller.
 """
 
 import asyncio
@@ -11,12 +10,13 @@ import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from importlib.resources import files
+from typing import cast
 
 import msgspec
 from redis.asyncio import Redis
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
-from redis.exceptions import RedisError
+from redis.exceptions import RedisError, ResponseError
 
 from gateway.errors import UnavailableError
 from workers.channel import Channel, Command, checked, entries_of
@@ -40,6 +40,8 @@ _BLOCK_MS = 1000
 _TRIM_INTERVAL_S = 1.0
 _REPLIES_TTL_S = 60
 _MAX_BACKOFF_S = 2.0
+_MAX_ABORTS = 10_000
+"""Kept while Redis is away; the oldest go first."""
 _SLICE = 128
 """So many deltas are handed out at once: each may wake a stream, and all that is woken runs in one go."""
 
@@ -56,13 +58,6 @@ def connect(url: str, timeout_s: float) -> Redis:
 
 
 @dataclass(frozen=True)
-class _Enqueue:
-    requests: tuple[GenerateRequest, ...]
-    limit: int
-    done: "asyncio.Future[list[bytes] | None]"
-
-
-@dataclass(frozen=True)
 class _Abort:
     model: str
     request_id: str
@@ -70,16 +65,16 @@ class _Abort:
 
 
 class Outbox:
-    """Writes requests and aborts; `run` is its only task. Aborts are kept while Redis is away."""
+    """Writes requests at once; aborts are kept while Redis is away, and `run` is the task that writes them."""
 
     def __init__(self, redis: Redis, *, retry_after_s: int) -> None:
         self._channel = Channel(redis)
         self._retry_after_s = retry_after_s
-        self._enqueues: list[_Enqueue] = []
         self._aborts: list[_Abort] = []
         self._wake = asyncio.Event()
         self._idle = asyncio.Event()
         self._idle.set()
+        # Scripts are sent whole: their digests would need a second way for a Redis that does not know them.
         scripts = files("gateway") / "lua"
         self._enqueue_script = (scripts / "enqueue.lua").read_text()
         self._abort_script = (scripts / "abort.lua").read_text()
@@ -92,10 +87,25 @@ class Outbox:
         Raises `UnavailableError` if Redis did not answer; the requests are aborted as soon as it does,
         because they may have been written.
         """
-        done: asyncio.Future[list[bytes] | None] = asyncio.get_running_loop().create_future()
-        self._enqueues.append(_Enqueue(requests, limit, done))
-        self._wake.set()
-        return await done
+        stream = requests_stream(requests[0].model)
+        payloads = map(encode, requests)
+        try:
+            (entry_ids,) = checked(
+                await self._channel.call(
+                    ("EVAL", self._enqueue_script, 1, stream, limit, PAYLOAD_FIELD, *payloads)
+                )
+            )
+        except ResponseError as error:
+            logger.warning("a request cannot be queued: %s", error)
+            raise self._unavailable("The request cannot be queued. Try again shortly.") from error
+        except (RedisError, OSError) as error:
+            logger.warning("the request queue cannot be written: %s", error)
+            for request in requests:
+                self.abort(request.model, request.request_id, b"")
+            raise self._unavailable(
+                "The request queue cannot be reached. Try again shortly."
+            ) from error
+        return cast(list[bytes] | None, entry_ids)
 
     def abort(self, model: str, request_id: str, entry_id: bytes) -> None:
         """Send an abort with the next round trip; never blocks and never fails."""
@@ -112,89 +122,40 @@ class Outbox:
             logger.warning("%d aborts could not be written", len(self._aborts))
 
     async def run(self) -> None:
-        """Write until cancelled."""
+        """Write aborts until cancelled."""
         backoff_s = 0.05
         while True:
             await self._wake.wait()
             self._wake.clear()
-            enqueues, self._enqueues = self._enqueues, []
             aborts, self._aborts = self._aborts, []
             try:
-                await self._write(enqueues, aborts)
+                await self._channel.call(*map(self._command, aborts))
                 backoff_s = 0.05
             except (RedisError, OSError) as error:
-                logger.warning("the request queue cannot be written: %s", error)
-                self._give_up(enqueues, aborts)
-                # A request that comes meanwhile is tried when the pause ends.
+                logger.warning("aborts cannot be written: %s", error)
+                self._aborts = [*aborts, *self._aborts][-_MAX_ABORTS:]
                 await asyncio.sleep(backoff_s)
                 backoff_s = min(backoff_s * 2, _MAX_BACKOFF_S / 4)
                 self._wake.set()
             if not self._aborts:
                 self._idle.set()
 
-    def _give_up(self, enqueues: list[_Enqueue], aborts: list[_Abort]) -> None:
-        unsure = [
-            _Abort(request.model, request.request_id, b"")
-            for item in enqueues
-            if not item.done.done()
-            for request in item.requests
-        ]
-        self._aborts = [*aborts, *unsure, *self._aborts][-10_000:]
-        for item in enqueues:
-            if not item.done.done():
-                item.done.set_exception(
-                    UnavailableError(
-                        "The request queue cannot be reached. Try again shortly.",
-                        retry_after_s=self._retry_after_s,
-                    )
-                )
-
-    async def _write(self, enqueues: list[_Enqueue], aborts: list[_Abort]) -> None:
-        if not enqueues and not aborts:
-            return
-        replies = await self._channel.call(
-            *(_enqueue(self._enqueue_script, item) for item in enqueues),
-            *(_abort(self._abort_script, abort) for abort in aborts),
+    def _command(self, abort: _Abort) -> Command:
+        return (
+            "EVAL",
+            self._abort_script,
+            2,
+            aborts_stream(abort.model),
+            requests_stream(abort.model),
+            PAYLOAD_FIELD,
+            encode(AbortRequest(abort.request_id)),
+            abort.entry_id,
+            REQUEST_GROUP,
+            WAITING_CONSUMER,
         )
-        for item, reply in zip(enqueues, replies, strict=False):
-            if item.done.done():
-                continue  # its task was cancelled; the owner has aborted it
-            if isinstance(reply, Exception):
-                logger.error("a request cannot be queued: %s", reply)
-                item.done.set_exception(
-                    UnavailableError(
-                        "The request cannot be queued. Try again shortly.",
-                        retry_after_s=self._retry_after_s,
-                    )
-                )
-            else:
-                item.done.set_result(reply)
-        if self._aborts:
-            self._wake.set()
 
-
-# Scripts are sent whole: to send their digests needs a second way for a Redis that does not know them.
-
-
-def _enqueue(script: str, item: _Enqueue) -> Command:
-    payloads = [encode(request) for request in item.requests]
-    stream = requests_stream(item.requests[0].model)
-    return ("EVAL", script, 1, stream, item.limit, PAYLOAD_FIELD, *payloads)
-
-
-def _abort(script: str, abort: _Abort) -> Command:
-    return (
-        "EVAL",
-        script,
-        2,
-        aborts_stream(abort.model),
-        requests_stream(abort.model),
-        PAYLOAD_FIELD,
-        encode(AbortRequest(abort.request_id)),
-        abort.entry_id,
-        REQUEST_GROUP,
-        WAITING_CONSUMER,
-    )
+    def _unavailable(self, sentence: str) -> UnavailableError:
+        return UnavailableError(sentence, retry_after_s=self._retry_after_s)
 
 
 class ReplyReader:
@@ -242,7 +203,7 @@ class ReplyReader:
         block = () if block_ms is None else ("BLOCK", block_ms)
         command = ("XREAD", "COUNT", _READ_COUNT, *block, "STREAMS", self._stream, self._last)
         (reply,) = checked(await self._channel.call(command, wait_s=(block_ms or 0) / 1e3))
-        entries = entries_of(reply)
+        entries = entries_of(reply[0][1]) if reply else []
         for entry_id, payload in entries:
             self._last = entry_id
             try:

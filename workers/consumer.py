@@ -2,10 +2,13 @@
 
 An entry is pending with the worker that read it until it is acknowledged, so nothing is lost with a
 worker: whoever is ready and has room takes over what is pending with a worker whose status key is gone.
+
+What waits for its turn is pending with nobody's consumer, where a blocking read does not find it. Whoever
+leaves something there rings: a read waits for that too, and one worker hears it.
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from importlib.resources import files
 from typing import Any
 
@@ -13,7 +16,7 @@ import msgspec
 from redis.asyncio import Redis
 from redis.exceptions import ResponseError
 
-from workers.channel import Channel, checked, entries_of
+from workers.channel import Channel, Command, checked, entries_of
 from workers.claims import Entry
 from workers.link import BLOCK_S
 from workers.protocol import (
@@ -45,18 +48,22 @@ class RequestQueue:
         """For what is done with every claim, which is one thing at a time."""
         self._worker_id = worker_id
         self.stream = requests_stream(model)
+        self._bell = f"tpugate:bell:{model}"
+        self.may_wait = True
+        """Entries may wait for their turn: the last read heard so, or nothing at all."""
         self._backlog = _script("backlog.lua")
         self._take = _script("take.lua")
         self._reclaim = redis.register_script(_script("reclaim.lua"))
         self._leave = redis.register_script(_script("leave.lua"))
 
     async def ensure_group(self) -> None:
-        """Create stream and group unless they are there; entries older than the group count too."""
-        try:
-            await self._redis.xgroup_create(self.stream, REQUEST_GROUP, id="0", mkstream=True)
-        except ResponseError as error:
-            if not str(error).startswith("BUSYGROUP"):
-                raise
+        """Create streams and groups unless they are there; entries older than a group count too."""
+        for stream in (self.stream, self._bell):
+            try:
+                await self._redis.xgroup_create(stream, REQUEST_GROUP, id="0", mkstream=True)
+            except ResponseError as error:
+                if not str(error).startswith("BUSYGROUP"):
+                    raise
 
     async def backlog(self, count: int) -> list[bytes]:
         """Ids of the oldest entries that no worker has, at most `count`; they stay everybody's."""
@@ -68,24 +75,42 @@ class RequestQueue:
         """The payloads of entries; None for those that are gone."""
         commands = [("XRANGE", self.stream, entry_id, entry_id) for entry_id in entry_ids]
         replies = checked(await self._channel.call(*commands))
-        found = [entries_of([(self.stream, reply)]) for reply in replies]
+        found = [entries_of(reply) for reply in replies]
         return [entries[0][1] if entries else None for entries in found]
 
     async def take(self, entry_ids: Sequence[bytes]) -> list[Entry]:
-        """Claim entries of the backlog; those that another worker took meanwhile are left out."""
-        keys, owners = (1, self.stream), (REQUEST_GROUP, self._worker_id, WAITING_CONSUMER)
+        """Claim entries of the backlog; those that another worker took meanwhile are left out.
+
+        Rings if any are left.
+        """
+        keys, owners = (
+            (2, self.stream, self._bell),
+            (REQUEST_GROUP, self._worker_id, WAITING_CONSUMER),
+        )
         (taken,) = checked(
             await self._channel.call(("EVAL", self._take, *keys, *owners, *entry_ids))
         )
         return [Entry(*entry) for entry in taken]
 
     async def read(self, count: int) -> list[Entry]:
-        """At most `count` new entries; waits up to `BLOCK_S` for the first."""
-        return await self._read(">", count, block_ms=int(1000 * BLOCK_S))
+        """At most `count` new entries; waits up to `BLOCK_S` for the first, or for a ring: see `may_wait`."""
+        new = (">", ">")
+        command = (*self._reading(count), "BLOCK", int(1000 * BLOCK_S), "STREAMS")
+        (reply,) = checked(
+            await self._channel.call((*command, self.stream, self._bell, *new), wait_s=BLOCK_S)
+        )
+        found = dict(reply or ())
+        self.may_wait = self.stream.encode() not in found
+        if rings := found.get(self._bell.encode()):
+            self.may_wait = True
+            await self._channel.call(("XACK", self._bell, REQUEST_GROUP, *(r[0] for r in rings)))
+        return _entries(found.get(self.stream.encode(), ()))
 
     async def read_pending(self, count: int) -> list[Entry]:
         """What is pending with this worker, oldest first: a reply of `read` may have been lost."""
-        return await self._read("0", count, block_ms=None)
+        command = (*self._reading(count), "STREAMS", self.stream, "0")
+        (reply,) = checked(await self._channel.call(command))
+        return _entries(reply[0][1] if reply else ())
 
     async def reclaim(self, count: int) -> list[Entry]:
         """Take over at most `count` entries from workers that are gone."""
@@ -97,9 +122,12 @@ class RequestQueue:
 
     async def give_back(self, entry_ids: Sequence[bytes]) -> None:
         """Let other workers have these entries at once; nothing was sent for them."""
-        await self._redis.xclaim(
-            self.stream, REQUEST_GROUP, WAITING_CONSUMER, 0, list(entry_ids), justid=True
-        )
+        async with self._redis.pipeline(transaction=True) as pipe:
+            pipe.xclaim(
+                self.stream, REQUEST_GROUP, WAITING_CONSUMER, 0, list(entry_ids), justid=True
+            )
+            pipe.xadd(self._bell, {PAYLOAD_FIELD: b""}, maxlen=1, approximate=False)
+            await pipe.execute()
 
     async def drop(self, entry_id: bytes) -> None:
         """Remove an entry that is no request."""
@@ -109,20 +137,17 @@ class RequestQueue:
             await pipe.execute()
 
     async def leave(self) -> None:
-        """Remove this worker's consumer if nothing is pending with it."""
-        await self._leave(keys=[self.stream], args=[REQUEST_GROUP, self._worker_id])
+        """Remove this worker's consumers if nothing is pending with them."""
+        await self._leave(keys=[self.stream, self._bell], args=[REQUEST_GROUP, self._worker_id])
 
-    async def _read(self, start: str, count: int, block_ms: int | None) -> list[Entry]:
-        block = () if block_ms is None else ("BLOCK", block_ms)
-        group = ("GROUP", REQUEST_GROUP, self._worker_id)
-        (reply,) = checked(
-            await self._channel.call(
-                ("XREADGROUP", *group, "COUNT", count, *block, "STREAMS", self.stream, start),
-                wait_s=(block_ms or 0) / 1e3,
-            )
-        )
-        entries = entries_of(reply)
-        return [Entry(entry_id, payload) for entry_id, payload in entries if payload is not None]
+    def _reading(self, count: int) -> Command:
+        return ("XREADGROUP", "GROUP", REQUEST_GROUP, self._worker_id, "COUNT", count)
+
+
+def _entries(found: Iterable[Any]) -> list[Entry]:
+    """Without those that were deleted."""
+    entries = entries_of(found)
+    return [Entry(entry_id, payload) for entry_id, payload in entries if payload is not None]
 
 
 class AbortFeed:

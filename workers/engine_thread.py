@@ -7,6 +7,7 @@ thread. While the engine has nothing to do the thread sleeps on its queue.
 import asyncio
 import logging
 import threading
+from collections import deque
 from collections.abc import Callable
 from functools import partial
 from queue import Empty, SimpleQueue
@@ -81,6 +82,9 @@ class EngineThread:
         self._inbox: SimpleQueue[Command] = SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._stopping = False
+        self._news: deque[list[OutputDelta]] = deque()
+        self._is_told = False
+        """The loop will deliver the news; whatever comes before it does goes with them."""
         self.stats = EngineStats()
         """The newest snapshot; replaced as a whole, so any thread may read it."""
 
@@ -140,7 +144,7 @@ class EngineThread:
                 deltas += engine.step()
             self.stats = engine.stats()
             if deltas:
-                self._tell(self._listener.on_deltas, deltas)
+                self._report(deltas)
 
     def _take_commands(self, engine: Engine) -> list[OutputDelta]:
         deltas: list[OutputDelta] = []
@@ -175,7 +179,23 @@ class EngineThread:
         except Exception:  # noqa: BLE001  a broken engine may fail here too; the service ends the rest
             log.exception("The engine could not end its requests.")
             return
-        self._tell(self._listener.on_deltas, deltas)
+        self._report(deltas)
+
+    def _report(self, deltas: list[OutputDelta]) -> None:
+        """To wake the loop for each step costs more than steps of a small model do."""
+        self._news.append(deltas)
+        if not self._is_told:
+            self._is_told = True
+            self._tell(self._deliver)
+
+    def _deliver(self) -> None:
+        """On the loop's thread."""
+        self._is_told = False
+        deltas: list[OutputDelta] = []
+        while self._news:
+            deltas += self._news.popleft()
+        if deltas:
+            self._listener.on_deltas(deltas)
 
     def _tell_load_failed(self, error: str, *, is_hopeless: bool = False) -> None:
         self._tell(partial(self._listener.on_load_failed, error, is_hopeless=is_hopeless))

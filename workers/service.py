@@ -171,17 +171,20 @@ class Service:
 
     async def _claim_loop(self) -> None:
         patience = Patience("consumer")
-        is_first, is_linked = True, False
+        is_first, is_linked, looks = True, False, True
         while await self._claims.wait_for_room() and not self._stop.is_set():
             try:
                 if not is_linked:
                     await self._queue.ensure_group()
                     await self._settle_pending(is_first=is_first)
-                    is_first, is_linked = False, True
+                    is_first, is_linked, looks = False, True, True
                     patience.reset()
-                if not await self._take_turn():
-                    for entry in await self._queue.read(self._claims.num_free):
-                        await self._take(entry)
+                if looks and await self._take_turn():
+                    continue
+                for entry in await self._queue.read(self._claims.num_free):
+                    await self._take(entry)
+                # While there is room, entries are read as they come and nothing waits here.
+                looks = self._queue.may_wait or not self._claims.num_free
             except OUTAGE as error:
                 is_linked = False
                 await patience.pause(error)

@@ -43,6 +43,22 @@ async def test_the_reply_to_a_call_that_was_cancelled_is_nobody_elses(redis_url:
         assert await channel.call(("ECHO", "mine")) == [b"mine"]
 
 
+async def test_calls_that_overlap_get_their_own_replies_though_one_is_cancelled(redis_url: str):
+    async with connect(redis_url) as client:
+        channel = Channel(client)
+        calls = [
+            asyncio.create_task(channel.call(("ECHO", number), ("ECHO", -number)))
+            for number in range(20)
+        ]
+        await asyncio.sleep(0)
+        calls[3].cancel()
+        replies = await asyncio.gather(*calls, return_exceptions=True)
+        assert isinstance(replies.pop(3), asyncio.CancelledError)
+        numbers = [number for number in range(20) if number != 3]
+        assert replies == [[b"%d" % number, b"%d" % -number] for number in numbers]
+        assert len(await client.client_list()) == 2
+
+
 async def test_a_connection_that_redis_has_closed_is_replaced_before_anything_is_lost():
     with OwnValkey() as valkey:
         async with connect(valkey.url) as client:

@@ -84,6 +84,27 @@ async def test_what_nobody_has_read_waits_for_its_turn_and_is_taken_once(
     assert len(await one.backlog(10)) == 2
 
 
+@pytest.mark.parametrize("way", ["turn", "given back"])
+async def test_a_read_ends_when_another_worker_leaves_entries_to_be_taken_in_turn(
+    peer: GatewayPeer, client: Redis, monkeypatch: pytest.MonkeyPatch, way: str
+):
+    monkeypatch.setattr("workers.consumer.BLOCK_S", 600.0)
+    one, other = await queue_of(client, "one"), await queue_of(client, "other")
+    payloads(peer, 2)
+    if way == "turn":
+        # All is out of a read's sight by now, and one has no room for the second.
+        await one.take((await one.backlog(10))[:1])
+    else:
+        await one.give_back([entry.entry_id for entry in await one.read(2)][1:])
+    async with asyncio.timeout(60):
+        assert await other.read(10) == []
+    assert other.may_wait
+    assert len(await other.take(await other.backlog(10))) == 1
+    payloads(peer, 1)
+    assert len(await other.read(10)) == 1
+    assert not other.may_wait
+
+
 async def test_a_waiting_entry_that_was_deleted_is_not_taken(peer: GatewayPeer, client: Redis):
     queue = await queue_of(client, "a")
     payloads(peer, 2)
@@ -125,6 +146,7 @@ async def test_leaving_removes_the_consumer_unless_something_is_pending(
         payloads(peer, 1)
         await queue.read(1)
     await queue.leave()
+    assert await client.xinfo_consumers("tpugate:bell:m-small", "workers") == []
     consumers = await client.xinfo_consumers(queue.stream, "workers")
     assert len(consumers) == num_read
 

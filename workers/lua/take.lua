@@ -1,5 +1,5 @@
 -- Take waiting entries, those of them that still wait. One atomic step, so that two workers never take the same one.
--- KEYS[1] requests stream; ARGV: group, own consumer name, the consumer of waiting entries, entry ids.
+-- KEYS[1] requests stream, KEYS[2] bell; ARGV: group, own consumer name, the consumer of waiting entries, entry ids.
 -- Returns {entry id, payload, number of deliveries} for each entry taken.
 local stream, group, me, waiting = KEYS[1], ARGV[1], ARGV[2], ARGV[3]
 local taken = {}
@@ -16,5 +16,8 @@ for i = 4, #ARGV do
       redis.call('XACK', stream, group, id)
     end
   end
+end
+if redis.call('XPENDING', stream, group, '-', '+', 1, waiting)[1] then
+  redis.call('XADD', KEYS[2], 'MAXLEN', 1, '*', 'p', '')
 end
 return taken
