@@ -250,6 +250,7 @@ async def serve(settings: GatewaySettings) -> None:
             log_config=None,
             access_log=False,
             server_header=False,
+            proxy_headers=False,
             timeout_keep_alive=_KEEP_ALIVE_S,
             timeout_graceful_shutdown=settings.graceful_shutdown_s + _CUT_AFTER_S,
         )

@@ -1,4 +1,4 @@
-"""Server-sent events: the framing, the chunk encoders of the hot path, and the ASGI response.
+"""Server-sent events: the framing, the chunk encoders of the hot path, and the ASGI responses.
 
 Every token of every stream passes here, so only what it needs: the constant part of a chunk is built once
 a request, and a chunk is a join of bytes with one JSON string encoded in between.
@@ -117,6 +117,19 @@ class ChunkEncoder:
     def usage(self, usage: Usage) -> bytes:
         """The chunk without choices."""
         return self._usage_head + _encode(usage_fields(usage)) + b"}\n\n"
+
+
+class WholeAnswer:
+    """ASGI response: JSON with status 200."""
+
+    def __init__(self, body: bytes) -> None:
+        self._body = body
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        length = (b"content-length", b"%d" % len(self._body))
+        headers = [(b"content-type", b"application/json"), length]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        await send({"type": "http.response.body", "body": self._body, "more_body": False})
 
 
 class Guard(AbstractContextManager[object], Protocol):

@@ -14,6 +14,7 @@ import codecs
 from dataclasses import dataclass, field
 from typing import Protocol
 
+import msgspec
 from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 
@@ -94,8 +95,7 @@ class StopStrings:
         return rest
 
 
-@dataclass(frozen=True)
-class Emission:
+class Emission(msgspec.Struct, frozen=True):
     """What a token adds to a choice's text, and whether it ends the choice."""
 
     text: str

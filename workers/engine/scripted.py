@@ -257,12 +257,15 @@ class ScriptedEngine:
             time.sleep(self._step_delay_s)
         self._log.collected()
         for run in tuple(self._running.values()):
-            before = len(run.choices)
-            new = self._note_ends(run.advance())
-            self._generation_tokens += sum(delta.num_tokens for delta in new)
-            deltas += new
-            if len(run.choices) < before:
-                self._leave(run.request.request_id, before - len(run.choices))
+            num_ended = 0
+            for delta in run.advance():
+                self._generation_tokens += delta.num_tokens
+                deltas.append(delta)
+                if delta.finish_reason is not None:
+                    num_ended += 1
+                    self._log.ended(delta.request_id, delta.choice, delta.finish_reason)
+            if num_ended:
+                self._leave(run.request.request_id, num_ended)
         self._steps += 1
         self._log.emitted(self._load)
         return deltas

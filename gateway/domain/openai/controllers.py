@@ -3,7 +3,7 @@
 from litestar import Controller, get, post
 from litestar.types import ASGIApp
 
-from gateway.domain.accounts.guards import requires_key
+from gateway.domain.accounts.guards import KeyedPost, requires_key
 from gateway.domain.openai.answer_schemas import ChatCompletion, Completion
 from gateway.domain.openai.replays import answered_once
 from gateway.domain.openai.schemas import (
@@ -38,7 +38,7 @@ class OpenAIController(Controller):
     tags = ["openai"]
     guards = [requires_key]
 
-    @post(
+    @KeyedPost(
         "/chat/completions",
         status_code=200,
         operation_class=operation(
@@ -55,7 +55,7 @@ class OpenAIController(Controller):
     ) -> ASGIApp:
         return await answered_once(request, completions.chat)
 
-    @post(
+    @KeyedPost(
         "/completions",
         status_code=200,
         operation_class=operation(

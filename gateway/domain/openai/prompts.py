@@ -2,7 +2,7 @@
 
 import asyncio
 import re
-import uuid
+import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -103,7 +103,7 @@ async def completion_prompts(
 
 
 def new_request_id() -> str:
-    return uuid.uuid4().hex
+    return secrets.token_hex(16)
 
 
 def render_chat(

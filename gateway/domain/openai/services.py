@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from litestar.connection import Request
 from litestar.datastructures import State
 from litestar.exceptions import InternalServerException
-from litestar.response.base import ASGIResponse
 from litestar.types import ASGIApp
 
 from gateway.directory import ServedModel, unknown_model
@@ -42,7 +41,7 @@ from gateway.errors import (
     GatewayError,
 )
 from gateway.settings import GatewaySettings
-from gateway.sse import EventStream
+from gateway.sse import EventStream, WholeAnswer
 from workers.protocol import GenerateRequest
 
 HttpRequest = Request[None, Principal, State]
@@ -191,7 +190,7 @@ class CompletionService:
         with job:
             job.watch(request.receive)
             answer = await collect(job, plan, metrics)
-        return ASGIResponse(body=answer, media_type="application/json")
+        return WholeAnswer(answer)
 
     async def _submit(
         self,
