@@ -6,8 +6,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from gateway.dispatch import Dispatcher, Job
+from gateway.dispatch import Dispatcher
 from gateway.errors import AnswerLostError, ClientGoneError, RequestTimeoutError
+from gateway.jobs import Job
 from gateway.settings import GatewaySettings
 from workers.protocol import (
     FinishReason,

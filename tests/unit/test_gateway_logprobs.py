@@ -8,13 +8,14 @@ from typing import Any
 
 import pytest
 
-from gateway.dispatch import Dispatcher, Job
+from gateway.dispatch import Dispatcher
 from gateway.domain.openai.answers import collect
 from gateway.domain.openai.chunks import stream
 from gateway.domain.openai.logprobs import Echo, echo_of
 from gateway.domain.openai.plan import Plan
 from gateway.domain.system.services import Metrics
 from gateway.errors import EngineError
+from gateway.jobs import Job
 from gateway.settings import GatewaySettings
 from models.tokenizer import TextTokenizer
 from tests.fakes.gateway import events

@@ -5,13 +5,13 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from gateway.dispatch import Exchange, Job
 from gateway.domain.openai.choices import ParsedChoices
 from gateway.domain.openai.logprobs import PromptTokens, TextLogprobs, chat_fields, prompt_fields
 from gateway.domain.openai.parts import Part, Reasoning, Text, ToolCall
 from gateway.domain.openai.plan import Ledger, Plan
 from gateway.domain.system.services import ModelMetrics
 from gateway.errors import EngineError, GatewayError
+from gateway.jobs import Exchange, Job
 from gateway.sse import usage_fields
 from workers.protocol import OutputDelta, TokenLogprobs, Usage
 

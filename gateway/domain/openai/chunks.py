@@ -3,13 +3,13 @@
 import asyncio
 from collections.abc import AsyncGenerator
 
-from gateway.dispatch import Exchange, Item, Job
 from gateway.domain.openai.choices import ParsedChoices
 from gateway.domain.openai.logprobs import TextScorer, chat_fields
 from gateway.domain.openai.parts import Part, Reasoning, Text, ToolCall
 from gateway.domain.openai.plan import Ledger, Plan
 from gateway.domain.system.services import ModelMetrics
 from gateway.errors import EngineError, GatewayError
+from gateway.jobs import Exchange, Item, Job
 from gateway.sse import DONE, PING, ChunkEncoder, encoded
 from workers.protocol import OutputDelta
 

@@ -6,12 +6,12 @@ Chat completions have a writer of their own (`chunks`), which does less for each
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass
 
-from gateway.dispatch import Exchange, Item, Job
 from gateway.domain.openai.choices import ParsedChoices
 from gateway.domain.openai.parts import Part, Text
 from gateway.domain.openai.plan import Ledger, Plan
 from gateway.domain.system.services import ModelMetrics
 from gateway.errors import EngineError, GatewayError
+from gateway.jobs import Exchange, Item, Job
 from workers.protocol import OutputDelta, Usage
 
 

@@ -4,7 +4,6 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from gateway.dispatch import Exchange, Job
 from gateway.domain.openai.logprobs import (
     Echo,
     PromptTokens,
@@ -15,6 +14,7 @@ from gateway.domain.openai.logprobs import (
 from gateway.domain.openai.parts import PartParser
 from gateway.domain.system.services import ModelMetrics
 from gateway.errors import EngineError, GatewayError, RefusedError
+from gateway.jobs import Exchange, Job
 from models.tokenizer import TextTokenizer
 from workers.protocol import FinishReason, OutputDelta, Usage
 

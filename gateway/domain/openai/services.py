@@ -12,7 +12,7 @@ from litestar.exceptions import InternalServerException
 from litestar.types import ASGIApp
 
 from gateway.directory import ServedModel, unknown_model
-from gateway.dispatch import Dispatcher, Job
+from gateway.dispatch import Dispatcher
 from gateway.domain.accounts.services import Principal
 from gateway.domain.openai.answers import collect
 from gateway.domain.openai.bodies import INLINE_BYTES, check_body, check_numbers
@@ -40,6 +40,7 @@ from gateway.errors import (
     EncodedBodyError,
     GatewayError,
 )
+from gateway.jobs import Job
 from gateway.settings import GatewaySettings
 from gateway.sse import EventStream, WholeAnswer
 from workers.protocol import GenerateRequest
