@@ -40,6 +40,16 @@ WORKER_OPTIONS = (
         help="Tokens of prompt and answer together (default: 2048, at most the model's own).",
     ),
     click.option(
+        "--tool-parser",
+        metavar="FORMAT",
+        help="How the model writes calls: hermes, llama3, mistral or json (default: its template's).",
+    ),
+    click.option(
+        "--reasoning-parser",
+        metavar="NAME",
+        help="Marks around reasoning: think, mistral, seed, cohere, kimi, none (default: found out).",
+    ),
+    click.option(
         "--drain-timeout-s",
         metavar="S",
         help="Seconds that running answers may go on at a stop (default: 30).",

@@ -204,7 +204,9 @@ class Directory:
     async def _serve(self, card: ModelCard) -> ServedModel:
         old = self.models.get(card.model)
         if old is not None and card.digest and old.card.digest == card.digest:
-            return ServedModel(card, old.tokenizer, old.template, old.format)
+            return ServedModel(
+                card, old.tokenizer, old.template, _format(card, old.template, old.tokenizer)
+            )
         return await asyncio.to_thread(_build, card)
 
 
@@ -234,4 +236,8 @@ def _build(card: ModelCard) -> ServedModel:
             template = ChatTemplate(card.chat_template, card.special_tokens)
         except ModelError as error:
             logger.warning("model %s: %s", card.model, error)
-    return ServedModel(card, tokenizer, template, chat_format(template, tokenizer))
+    return ServedModel(card, tokenizer, template, _format(card, template, tokenizer))
+
+
+def _format(card: ModelCard, template: ChatTemplate | None, tokenizer: TextTokenizer) -> ChatFormat:
+    return chat_format(template, tokenizer, card.tool_parser, card.reasoning_parser)

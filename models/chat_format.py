@@ -5,10 +5,12 @@ that it was trained on. Where a template does not tell, a worker's settings do.
 """
 
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import TYPE_CHECKING, Literal, get_args
 
-from models.chat_templates import ChatTemplate
-from models.tokenizer import TextTokenizer
+if TYPE_CHECKING:
+    # Workers import this module for the names of formats; they have no use for templates.
+    from models.chat_templates import ChatTemplate
+    from models.tokenizer import TextTokenizer
 
 ToolFormat = Literal["hermes", "llama3", "mistral", "json"]
 TOOL_FORMATS: tuple[ToolFormat, ...] = get_args(ToolFormat)
@@ -40,12 +42,12 @@ class ChatFormat:
 
 
 def chat_format(
-    template: ChatTemplate | None,
-    tokenizer: TextTokenizer,
-    tool_parser: str = "",
-    reasoning_parser: str = "",
+    template: "ChatTemplate | None",
+    tokenizer: "TextTokenizer",
+    tool_parser: str = "auto",
+    reasoning_parser: str = "auto",
 ) -> ChatFormat:
-    """`tool_parser` and `reasoning_parser` are names of formats ("none" for no reasoning), or "" to look."""
+    """`tool_parser` and `reasoning_parser` are names of formats ("none" for no reasoning), or "auto" to look."""
     tools = _tool_format(template, tool_parser)
     marks = _reasoning(template, tokenizer, reasoning_parser)
     spelled = [mark for mark, name in _TOOL_MARKS if name == tools] + list(marks or ())
@@ -56,7 +58,7 @@ def chat_format(
     )
 
 
-def _tool_format(template: ChatTemplate | None, given: str) -> ToolFormat:
+def _tool_format(template: "ChatTemplate | None", given: str) -> ToolFormat:
     for name in TOOL_FORMATS:
         if name == given:
             return name
@@ -66,9 +68,9 @@ def _tool_format(template: ChatTemplate | None, given: str) -> ToolFormat:
 
 
 def _reasoning(
-    template: ChatTemplate | None, tokenizer: TextTokenizer, given: str
+    template: "ChatTemplate | None", tokenizer: "TextTokenizer", given: str
 ) -> tuple[str, str] | None:
-    if given:
+    if given != "auto":
         return REASONING_MARKS.get(given)
     for marks in REASONING_MARKS.values():
         in_vocabulary = all(tokenizer.token_id(mark) is not None for mark in marks)
@@ -78,6 +80,6 @@ def _reasoning(
     return None
 
 
-def _is_special(tokenizer: TextTokenizer, mark: str) -> bool:
+def _is_special(tokenizer: "TextTokenizer", mark: str) -> bool:
     token_id = tokenizer.token_id(mark)
     return token_id is not None and tokenizer.is_special(token_id)

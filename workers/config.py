@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 from urllib.parse import urlsplit
 
+from models.chat_format import REASONING_MARKS, TOOL_FORMATS
 from models.errors import ModelError
 from models.references import parse_reference
 from workers.errors import ConfigError
@@ -53,6 +54,10 @@ class WorkerConfig:
     """Tokens of one KV block."""
     context_len: int | None = None
     """Tokens of prompt and answer together."""
+    tool_parser: str = "auto"
+    """How the model writes calls of tools; auto: as its template shows them."""
+    reasoning_parser: str = "auto"
+    """Which marks are around its reasoning; auto: those of its template or vocabulary."""
     drain_timeout_s: float = 30.0
     step_delay_s: float = 0.0
     """Length of a step of the scripted engine."""
@@ -181,6 +186,8 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     "device": get_args(Device),
     "dtype": get_args(Dtype),
     "log_level": ("DEBUG", "INFO", "WARNING", "ERROR"),
+    "tool_parser": ("auto", *TOOL_FORMATS),
+    "reasoning_parser": ("auto", "none", *REASONING_MARKS),
 }
 _PARSERS: dict[str, Any] = {
     **dict.fromkeys(("compile_cache_dir", "profile"), _path),

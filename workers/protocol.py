@@ -281,6 +281,10 @@ class ModelCard(msgspec.Struct, array_like=True, frozen=True, kw_only=True):
     """The most choices (`n`) that a worker can run for one request; 0 is 128 too."""
     takes_grammars: bool = False
     """Whether `SamplingParams.grammar` binds its answers."""
+    tool_parser: str = "auto"
+    """How it writes calls of tools (`models.chat_format`); auto: as its template shows them."""
+    reasoning_parser: str = "auto"
+    """The marks around its reasoning, by their name; none: it does not reason."""
 
 
 Record = GenerateRequest | AbortRequest | StepDeltas | WorkerStatus | ModelCard

@@ -112,7 +112,13 @@ class Service:
 
     def on_loaded(self, loaded: LoadedEngine) -> None:
         self._claims = Claims(loaded.engine.capacity)
-        self._heartbeat.announce(loaded.card)
+        self._heartbeat.announce(
+            msgspec.structs.replace(
+                loaded.card,
+                tool_parser=self._config.tool_parser,
+                reasoning_parser=self._config.reasoning_parser,
+            )
+        )
         self._loaded.set()
 
     def on_load_failed(self, error: str, *, is_hopeless: bool) -> None:

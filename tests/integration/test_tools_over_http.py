@@ -1,11 +1,14 @@
 """Calls of tools and reasoning on all three surfaces: the same whole and streamed, nothing lost, nothing invented."""
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.fakes.gateway import GatewayUnderTest, assert_error, events, script_header
+from tests.fakes.processes import WorkerUnderTest
+from tests.fakes.wire import wait_until
 from workers.protocol import FinishReason
 
 TIDE = {"harbour": "Port Ness 🌊", "at": [1, None]}
@@ -290,6 +293,21 @@ def test_tokens_of_reasoning_are_counted_as_they_came(shared_gateway: GatewayUnd
         for answer in (whole(shared_gateway, raw, n=2), streamed(shared_gateway, raw, n=2)):
             details = answer["usage"]["completion_tokens_details"]
             assert details["reasoning_tokens"] == 2 * expected
+
+
+def test_formats_that_a_worker_is_told(shared_gateway: GatewayUnderTest, tmp_path: Path):
+    settings = {"model": "m-other", "tool_parser": "mistral", "reasoning_parser": "mistral"}
+    with WorkerUnderTest(shared_gateway.redis_url, "other", tmp_path / "worker.log", **settings):
+        ask = {"model": "m-other", "tools": TOOLS}
+        wait_until(lambda: shared_gateway.chat(**ask).status_code == 200, "the model is ready")
+        text = (
+            f'[THINK]Which?[/THINK][TOOL_CALLS][{{"name": "tide", "arguments": {written(TIDE)}}}]'
+        )
+        choices = same_both_ways(shared_gateway, text, **ask)
+        assert choices == [(None, "Which?", [("tide", written(TIDE))], "tool_calls")]
+        assert same_both_ways(shared_gateway, "<think>", **ask) == [("<think>", None, [], "stop")]
+        required = shared_gateway.chat(**ask, tool_choice="required").json()["choices"]
+        assert required[0]["message"]["tool_calls"][0]["function"]["name"] == "tide"
 
 
 RESPONSES_TOOLS = [{"type": "function", "name": "tide", "parameters": {"type": "object"}}]

@@ -81,7 +81,7 @@ def test_the_vocabulary_tells_of_reasoning_too():
     assert found.reasoning == ("[THINK]", "[/THINK]")
     assert found.special_marks == {"[THINK]", "[/THINK]"}
     assert chat_format(plain, tokenizer(), "json", "think") == ChatFormat("json", THINK)
-    assert chat_format(plain, tokenizer(*THINK), "", "none").reasoning is None
+    assert chat_format(plain, tokenizer(*THINK), "auto", "none").reasoning is None
 
 
 def test_a_plain_chat_is_not_read_at_all():

@@ -66,6 +66,8 @@ def test_a_folder_is_served_under_its_own_name(tmp_path: Path):
         ({"engine": "fake", "step_delay_s": "-1"}, "--step-delay-s"),
         ({"engine": "fake", "drain_timeout_s": "nan"}, "--drain-timeout-s"),
         ({"engine": "fake", "log_level": "chatty"}, "--log-level"),
+        ({"engine": "fake", "tool_parser": "xml"}, "--tool-parser"),
+        ({"engine": "fake", "reasoning_parser": "loud"}, "--reasoning-parser"),
         ({"engine": "fake", "redis_url": "localhost:6379"}, "Redis URL"),
         ({"engine": "fake", "served_name": "a b\n"}, "--served-name"),
     ],

@@ -134,7 +134,7 @@ class CompletionService:
         tools = offer.template_tools if offer is not None else ()
         said = None
         if offer is not None and offer.is_required and served.card.engine == "scripted":
-            said = example_call(offer)
+            said = example_call(served.format, offer)
         prompt = await chat_prompt(served, body, request.headers, inline_bytes, tools, said)
         reading = reading_of(served, body, offer, grammar, prompt)
         prompt = prompt.bound_to(grammar) if reading is None else reading.shaped(prompt)

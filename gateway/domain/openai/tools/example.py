@@ -3,18 +3,19 @@
 import json
 from typing import Any
 
+from gateway.domain.openai.tools.grammar import call_text
 from gateway.domain.openai.tools.offer import ToolOffer
+from models.chat_format import ChatFormat
 
 _MOST_VALUES = 256
 _MOST_REPEATS = 64
 
 
-def example_call(offer: ToolOffer) -> str:
-    """The text of one call of the first tool that may be called, in the scripted model's format."""
+def example_call(form: ChatFormat, offer: ToolOffer) -> str:
+    """The text of one call of the first tool that may be called."""
     function = offer.callable[0]
     arguments = _Example(function.parameters or {}).value()
-    call = json.dumps({"name": function.name, "arguments": arguments}, ensure_ascii=False)
-    return f"<tool_call>\n{call}\n</tool_call>"
+    return call_text(form, function.name, json.dumps(arguments, ensure_ascii=False))
 
 
 class _Example:

@@ -50,6 +50,13 @@ def call_grammar(form: ChatFormat, offer: ToolOffer) -> Grammar:
     return Grammar("lark", text, "tools")
 
 
+def call_text(form: ChatFormat, name: str, arguments: str) -> str:
+    """An answer that is one call, as `call_grammar` wants it."""
+    style = _style(form)
+    head, tail = _around(style, name)
+    return f"{style.before}{head}{arguments}{tail}{style.after}"
+
+
 def schema_fault(message: str) -> tuple[int, str] | None:
     """What is wrong with the arguments of which callable tool, if a check of `call_grammar` tells of that."""
     found = _FAULT.search(message)
@@ -75,8 +82,7 @@ def _call_rules(style: _Style, offer: ToolOffer) -> str:
         "call: " + " | ".join(f"call_{number}" for number in numbers),
     ]
     for number, function in enumerate(offer.callable):
-        head = f'{style.before_each}{{"name": "{function.name}", "{style.arguments}": '
-        tail = "}" + style.after_each
+        head, tail = _around(style, function.name)
         rules.append(f"call_{number}: {_literal(head)} arguments_{number} {_literal(tail)}")
         rules.append(f"arguments_{number}: %json {_schema(function)}")
     return "\n".join(rules) + "\n"
@@ -108,6 +114,11 @@ def answer_grammar(
     text = f"start: {start}({' | '.join(choices)})\n{thoughts}{rules}"
     param = "tools" if wanted is None else wanted.param
     return Grammar("lark", text, param)
+
+
+def _around(style: _Style, name: str) -> tuple[str, str]:
+    """What stands before and after the arguments of a call."""
+    return f'{style.before_each}{{"name": "{name}", "{style.arguments}": ', "}" + style.after_each
 
 
 def _reasoning(form: ChatFormat, *, is_open: bool) -> tuple[str, str]:
