@@ -1,6 +1,6 @@
 """The gateway's two ends of Redis Streams: one writer of requests and aborts, one reader of replies.
 
-A request is written as soon as it is ready: the worker begins with it while this process prepares the next.
+Requests and aborts that are ready in one turn of the event loop leave in one write.
 Reads are one blocking XREAD per process, fanned out by the caller.
 """
 
@@ -65,7 +65,7 @@ class _Abort:
 
 
 class Outbox:
-    """Writes requests at once; aborts are kept while Redis is away, and `run` is the task that writes them."""
+    """Writes requests; aborts are kept while Redis is away, and `run` is the task that writes them."""
 
     def __init__(self, redis: Redis, *, retry_after_s: int) -> None:
         self._channel = Channel(redis)

@@ -2,7 +2,8 @@
 
 The library's commands cost 80 to 200 µs of processor time each: a pool, retries, telemetry, and a task and a
 timer for every write. Here the library connects (it signs in, encrypts and picks the database); from then on
-commands are written as they come, replies go to whoever waits for them, and a round trip costs about 15 µs.
+what is called in one turn of the event loop leaves in one write, replies go to whoever waits for them, and a
+round trip costs about 15 µs.
 """
 
 import asyncio
@@ -22,8 +23,6 @@ from workers.protocol import PAYLOAD_FIELD
 Command = tuple[str | bytes | int | float, ...]
 _packed = cast(Callable[[Command], bytes], pack_command)
 _INCOMPLETE = object()
-_WRITE_AT_BYTES = 4096
-"""A few requests: each write costs as much as what it carries."""
 
 
 class Channel:
@@ -101,8 +100,6 @@ class _Wire(asyncio.Protocol):
         self._transport = cast(Any, connection)._writer.transport
         self._library: asyncio.BaseProtocol = self._transport.get_protocol()
         self._transport.set_protocol(self)
-        # Of many calls in one turn of the loop, the first leave before its end: others work meanwhile.
-        self._transport.set_write_buffer_limits(high=_WRITE_AT_BYTES)
 
     def write(self, commands: tuple[Command, ...], wait_s: float) -> asyncio.Future[list[Any]]:
         call = _Call(self._loop.create_future(), len(commands))
