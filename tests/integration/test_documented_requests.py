@@ -40,6 +40,9 @@ def test_each_kind_of_parameter_has_an_example():
         "logprobs",
         "top_logprobs",
         "echo",
+        "tools",
+        "tool_choice",
+        "parallel_tool_calls",
     }
 
 
@@ -65,7 +68,8 @@ def test_a_documented_request(shared_gateway: GatewayUnderTest, path: str, body:
     assert chunks[-1] == "[DONE]"
     told = [choice["logprobs"] for chunk in chunks[:-1] for choice in chunk["choices"]]
     for choice in choices:
-        assert choice["finish_reason"] in ("stop", "length")
+        assert choice["finish_reason"] in ("stop", "length", "tool_calls")
+        assert ("tool_calls" in choice.get("message", {})) == ("tools" in body)
         assert bool(choice["logprobs"]) == ("logprobs" in body) == any(told)
     if body.get("top_logprobs"):
         content = choices[0]["logprobs"]["content"]
