@@ -4,7 +4,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any, cast
 
 from litestar.connection import ASGIConnection
-from litestar.handlers import BaseRouteHandler, post
+from litestar.handlers import BaseRouteHandler, HTTPRouteHandler
 
 from gateway.db.models import Role
 from gateway.domain.accounts.services import AccountService, Principal
@@ -26,8 +26,8 @@ async def requires_key(connection: Connection, _: BaseRouteHandler) -> None:
     connection.scope["auth"] = await accounts.authenticate(authorization)
 
 
-class KeyedPost(post):
-    """The framework's `post` for what is asked often: each guard gets the handler itself instead of a copy."""
+class KeyedRoute(HTTPRouteHandler):
+    """A route for what is asked often: each guard gets the handler itself instead of a copy."""
 
     async def authorize_connection(self, connection: Connection) -> None:
         for guard in self.resolve_guards():

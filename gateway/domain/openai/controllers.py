@@ -1,9 +1,9 @@
 """OpenAI's routes. Bodies are parsed by the service, so that errors are OpenAI's and not a framework's."""
 
-from litestar import Controller, get, post
+from litestar import Controller, HttpMethod, get, post
 from litestar.types import ASGIApp
 
-from gateway.domain.accounts.guards import KeyedPost, requires_key
+from gateway.domain.accounts.guards import KeyedRoute, requires_key
 from gateway.domain.openai.answer_schemas import ChatCompletion, Completion
 from gateway.domain.openai.replays import answered_once
 from gateway.domain.openai.schemas import (
@@ -38,8 +38,9 @@ class OpenAIController(Controller):
     tags = ["openai"]
     guards = [requires_key]
 
-    @KeyedPost(
+    @KeyedRoute(
         "/chat/completions",
+        http_method=HttpMethod.POST,
         status_code=200,
         operation_class=operation(
             ChatCompletionRequest,
@@ -55,8 +56,9 @@ class OpenAIController(Controller):
     ) -> ASGIApp:
         return await answered_once(request, completions.chat)
 
-    @KeyedPost(
+    @KeyedRoute(
         "/completions",
+        http_method=HttpMethod.POST,
         status_code=200,
         operation_class=operation(
             CompletionRequest,
