@@ -17,6 +17,8 @@ ARGS ?=
 # Installed before everything else: a range in another requirement would bring a different build.
 TORCH := torch==2.13.0
 PIP := $(VENV)/bin/python -m pip --disable-pip-version-check
+# `make test JOBS=0` runs all tests in one process, which shows a test's output at once.
+JOBS ?= logical
 EXTRAS := worker,embedded,postgres,loadtest,dev
 
 # Sets $$python to an interpreter that can make the environment, or ends with one sentence.
@@ -42,7 +44,7 @@ serve: $(VENV)/.installed ## Start everything on this machine and answer on port
 	@exec $(VENV)/bin/tpugate serve --model $(MODEL) $(ARGS)
 
 test: $(VENV)/.installed $(CLIENTS)/.installed ## Run every test
-	@exec $(VENV)/bin/python -m pytest $(ARGS)
+	@exec $(VENV)/bin/python -m pytest -n $(JOBS) --maxprocesses 4 --dist loadgroup --no-loadscope-reorder $(ARGS)
 
 clients: $(CLIENTS)/.installed ## Set up the clients that tests/clients/ runs against a server
 

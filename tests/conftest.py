@@ -22,6 +22,33 @@ from torchtpu.device import Device
 environment.apply(environment.plain_variables())
 
 
+LONG_FIXTURES = ("model_server", "parts")
+"""Who asks for one of them shares a process with the others that do: it is long in the making."""
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Say which tests stay together where several processes share the work (`make test`).
+
+    Those of a file, whose fixtures are for all of them; those of a long fixture, which come first, so that
+    no process ends long after the others.
+    """
+    for item in items:
+        names = getattr(item, "fixturenames", ())
+        group = next((name for name in LONG_FIXTURES if name in names), None)
+        item.add_marker(pytest.mark.xdist_group(group or item.nodeid.partition("::")[0]))
+    items.sort(key=lambda item: item.get_closest_marker("xdist_group").args[0] not in LONG_FIXTURES)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """What tests have to say that fails none of them: ties with the reference."""
+    for reports in terminalreporter.stats.values():
+        for report in reports:
+            if getattr(report, "when", None) == "teardown":
+                for name, text in report.user_properties:
+                    terminalreporter.write_line(f"{name}: {text}")
+
+
 @pytest.fixture(scope="session")
 def tpu_device() -> Iterator[Device]:
     """The `tpu` device of this process: a TPU if there is one, else XLA:CPU."""

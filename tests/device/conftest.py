@@ -1,6 +1,6 @@
 """The real engine: built once, its weights and programs shared by all tests."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -41,9 +41,23 @@ def reference_model(tpu_device: Device, smollm2_dir: Path) -> PreTrainedModel:
 
 
 @pytest.fixture(scope="session")
-def report(pytestconfig: pytest.Config) -> Callable[[str], None]:
-    """Writes a line between the names of the tests: for a tie, which fails no test."""
-    return pytestconfig.pluginmanager.getplugin("terminalreporter").write_line
+def ties() -> list[str]:
+    """Of the test that runs."""
+    return []
+
+
+@pytest.fixture(autouse=True)
+def tell_ties(ties: list[str], record_property: Callable[[str, object], None]) -> Iterator[None]:
+    """A tie fails no test; the summary has a line for it."""
+    ties.clear()
+    yield
+    for tie in ties:
+        record_property("tie", tie)
+
+
+@pytest.fixture(scope="session")
+def report(ties: list[str]) -> Callable[[str], None]:
+    return ties.append
 
 
 @pytest.fixture(scope="session")

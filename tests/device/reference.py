@@ -95,4 +95,4 @@ class Reference:
             f"the reference's two best logits are {margin:.2e} apart"
         )
         assert margin <= TIE, message
-        self._report(f"tie: {message}")
+        self._report(message)

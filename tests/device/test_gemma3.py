@@ -35,22 +35,22 @@ NUM_BLOCKS = 38
 
 
 @pytest.fixture(scope="module")
-def parts(tpu_device: Device, gemma3_dir: Path) -> EngineParts:
+def gemma(tpu_device: Device, gemma3_dir: Path) -> EngineParts:
     return build_parts(str(gemma3_dir), LADDER)
 
 
 def test_prompts_longer_than_the_window_give_the_tokens_of_transformers(
-    parts: EngineParts, gemma3_dir: Path, report: Callable[[str], None]
+    gemma: EngineParts, gemma3_dir: Path, report: Callable[[str], None]
 ):
-    assert {group.window for group in parts.cache.groups} == {None, WINDOW}
+    assert {group.window for group in gemma.cache.groups} == {None, WINDOW}
     assert LENGTHS[0] > WINDOW
-    text = parts.tokenizer.encode(TEXT.read_text() * 2).ids
+    text = gemma.tokenizer.encode(TEXT.read_text() * 2).ids
     prompts = [text[:length] for length in LENGTHS]
     limits = [MAX_TOKENS] * len(prompts)
     reference = Reference(load_model(gemma3_dir, torch.float32), report)
     # Apart: the short ones would be padded to the long one's length.
     expected = reference.generate(prompts[:1], limits[:1])
     expected += reference.generate(prompts[1:], limits[1:])
-    answers = ask_forced(parts, prompts, limits, NUM_BLOCKS)
+    answers = ask_forced(gemma, prompts, limits, NUM_BLOCKS)
     for index, (answer, generated) in enumerate(zip(answers, expected, strict=True)):
         reference.check(f"gemma-3-270m, prompt {index}", answer.tokens, generated)
