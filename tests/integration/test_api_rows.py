@@ -46,6 +46,14 @@ def test_a_row(shared_gateway: GatewayUnderTest, stored_id: str, row: Row):
             assert error["code"] in UNSUPPORTED, error
 
 
+@pytest.mark.parametrize("route", REQUIRED)
+def test_null_is_not_given(shared_gateway: GatewayUnderTest, route: str):
+    fields = {row.name for row in rows() if row.route == route} - {"model", *REQUIRED[route]}
+    answer = ask(shared_gateway, route, "", dict.fromkeys(fields))
+    assert answer.status_code == 200, answer.text
+    assert answer.headers["content-type"].startswith("application/json")
+
+
 def ask(
     gateway: GatewayUnderTest, route: str, stored_id: str, fields: dict[str, Any]
 ) -> httpx.Response:

@@ -1,6 +1,7 @@
 """docs/api.md is whole and up to date: every parameter that is read or published has a row, and each row a test."""
 
 import ast
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -77,6 +78,7 @@ def test_a_row_is_well_formed(row: Row):
         assert (TESTS / path).exists(), test
 
 
+@cache
 def _functions(path: Path) -> set[str]:
     tree = ast.parse(path.read_text())
     kinds = ast.FunctionDef | ast.AsyncFunctionDef
