@@ -76,8 +76,10 @@ def operation() -> Operation:
     import jax
 
     def linear(x: jax.Array, weight: jax.Array) -> jax.Array:
-        answer = jax.ShapeDtypeStruct((x.shape[0], weight.shape[0]), x.dtype)
-        return cast(jax.Array, jax.ffi.ffi_call(TARGET, answer)(x, weight))
+        shape: Any = jax.ShapeDtypeStruct
+        answer = shape((x.shape[0], weight.shape[0]), x.dtype)
+        call: Callable[..., jax.Array] = jax.ffi.ffi_call(TARGET, answer)
+        return call(x, weight)
 
     tpu: Any = torch.tpu  # type: ignore[attr-defined]
     with warnings.catch_warnings():
