@@ -74,6 +74,19 @@ def test_a_call_that_must_come_and_is_cut(model_server: ModelServer):
     assert "tool_call" not in (answer.choices[0].message.content or "")
 
 
+def test_strict_tools_that_may_be_called(model_server: ModelServer):
+    tool = {**TIDE, "function": {**TIDE["function"], "strict": True}}
+    answer = model_server.client().chat.completions.create(
+        **{**ASK, "tools": [tool]}, temperature=1.2, n=4, seed=2
+    )
+    for given in answer.choices:
+        for call in given.message.tool_calls or []:
+            assert call.type == "function"
+            if given.finish_reason == "tool_calls":
+                assert matches(call.function.name, call.function.arguments)
+        assert "<tool_call>" not in (given.message.content or "")
+
+
 def test_the_tools_are_shown_where_they_may_be_called(model_server: ModelServer):
     client = model_server.client()
     ask = {**ASK, "temperature": 0, "max_tokens": 20}

@@ -236,6 +236,9 @@ def test_a_schema_that_cannot_bind_arguments_is_named(
     refused = shared_gateway.chat(script=["x"], tools=tools, tool_choice=wrong)
     assert_error(refused, 400, param="tools[1].function.parameters")
     assert shared_gateway.chat(script=["x"], tools=tools).status_code == 200
+    wrong["function"]["strict"] = True
+    refused = shared_gateway.chat(script=["x"], tools=tools)
+    assert_error(refused, 400, param="tools[1].function.parameters")
 
 
 def test_schemas_may_be_so_large_and_no_larger(shared_gateway: GatewayUnderTest):

@@ -123,6 +123,38 @@ def test_an_answer_within_open_reasoning():
     assert not matches(grammar, text)
 
 
+STRICT = tuple(function.model_copy(update={"strict": True}) for function in FUNCTIONS)
+
+
+@pytest.mark.parametrize("parallel", [True, False])
+@pytest.mark.parametrize("is_open", [None, False, True])
+def test_calls_that_need_not_come_match_where_a_tool_is_strict(
+    is_open: bool | None, parallel: bool
+):
+    form = ChatFormat("hermes", None if is_open is None else THINK)
+    grammar = answer_grammar(
+        form, ToolOffer(STRICT, STRICT, False, parallel), None, is_open=bool(is_open)
+    )
+    assert grammar is not None
+    assert check(grammar.kind, grammar.text) is None
+    before = "so </think>\n" if is_open else ""
+    for text in (
+        "",
+        "Just text: <tool {x}.\n",
+        "<tool_call",
+        "a\n" + written("hermes", GOOD[:1]) + "b",
+    ):
+        assert matches(grammar, before + text), text
+    assert matches(grammar, before + written("hermes", GOOD)) or not parallel
+    for call in BAD:
+        assert not matches(grammar, before + "Hm. " + written("hermes", [call]))
+    assert not matches(grammar, before + "<tool_call>text")
+    for other in ("llama3", "mistral", "json"):
+        assert (
+            answer_grammar(ChatFormat(other), offer(is_required=False), None, is_open=False) is None
+        )
+
+
 ASKED = Grammar(
     "json_schema",
     schema_text(

@@ -63,9 +63,10 @@ def reading_of(
         return None
     is_open = marks is not None and _ends_with(served.tokenizer, prompt.token_ids, marks[0])
     grammar = None
-    if offer is not None or wanted is not None:
+    if (offer is not None or wanted is not None) and served.card.takes_grammars:
         grammar = answer_grammar(form, offer, wanted, is_open=is_open)
-    calls = framing(form.tools, is_bound=grammar is not None)
+    must_call = offer is not None and offer.is_required
+    calls = framing(form.tools, is_bound=must_call or wanted is not None)
     is_shown = body.include_reasoning is not False
 
     def parser() -> PartParser:
@@ -87,11 +88,15 @@ def reading_of(
     )
 
 
-async def check_required_call(
-    served: ServedModel, body: ChatCompletionRequest, offer: ToolOffer
+async def check_calls(
+    served: ServedModel, body: ChatCompletionRequest, offer: ToolOffer, wanted: Grammar | None
 ) -> None:
-    """Raises `BadRequestError` if this model's answers cannot be bound to the tools' schemas."""
+    """Raises `BadRequestError` if calls are to match the tools' schemas and cannot."""
+    if not (offer.is_required or offer.is_strict or wanted is not None):
+        return
     if not served.card.takes_grammars:
+        if not offer.is_required:
+            return
         raise BadRequestError(
             "This model cannot be made to call a tool: 'tool_choice' may be 'none' or 'auto'.",
             param="tool_choice",

@@ -21,7 +21,7 @@ from gateway.domain.openai.events import Batch, events
 from gateway.domain.openai.grammars import asked_grammar
 from gateway.domain.openai.plan import Plan
 from gateway.domain.openai.prompts import Prompt, chat_prompt, completion_prompts, new_request_id
-from gateway.domain.openai.reading import Reading, check_required_call, reading_of
+from gateway.domain.openai.reading import Reading, check_calls, reading_of
 from gateway.domain.openai.schemas import (
     MAX_CHOICES,
     ChatCompletionRequest,
@@ -129,8 +129,8 @@ class CompletionService:
         inline_bytes = self._settings.inline_text_bytes
         offer = tool_offer(body)
         grammar = await asked_grammar(served, body)
-        if offer is not None and offer.is_required:
-            await check_required_call(served, body, offer)
+        if offer is not None:
+            await check_calls(served, body, offer, grammar)
         tools = offer.template_tools if offer is not None else ()
         said = None
         if offer is not None and offer.is_required and served.card.engine == "scripted":

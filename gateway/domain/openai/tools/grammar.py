@@ -1,4 +1,4 @@
-"""Grammars of answers that must be calls of tools, or that may be calls or what a `response_format` asks for.
+"""Grammars of answers that must be calls, that may be calls or what a `response_format` asks for, or text with calls.
 
 A call is written as the model itself writes it, and its arguments match the tool's schema: so they always
 parse. Marks that are special tokens are left out: an answer that must be a call needs none.
@@ -6,7 +6,7 @@ parse. Marks that are special tokens are left out: an answer that must be a call
 
 import json
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from gateway.domain.openai.tool_schemas import FunctionDefinition
 from gateway.domain.openai.tools.offer import ToolOffer
@@ -97,7 +97,7 @@ def answer_grammar(
     """
     must_call = offer is not None and offer.is_required
     if wanted is None and not must_call:
-        return None
+        return None if offer is None else _text_with_calls(form, offer, is_open=is_open)
     rules, choices = "", []
     if offer is not None:
         beside_json = wanted is not None and not must_call
@@ -114,6 +114,20 @@ def answer_grammar(
     text = f"start: {start}({' | '.join(choices)})\n{thoughts}{rules}"
     param = "tools" if wanted is None else wanted.param
     return Grammar("lark", text, param)
+
+
+def _text_with_calls(form: ChatFormat, offer: ToolOffer, *, is_open: bool) -> Grammar | None:
+    """Any text, but what follows the mark of a call is one; None unless that is wanted and can be told."""
+    style = _style(form)
+    mark = style.before_each.strip()
+    if not offer.is_strict or not mark:
+        return None
+    style = replace(style, before_each=style.before_each.removeprefix(mark))
+    start, thoughts = _reasoning(form, is_open=is_open)
+    calls = "(lead call)*" if offer.parallel else "(lead call)?"
+    text = f"lead[lazy]: /(.|\\n)*{re.escape(mark)}/\nREST: /(.|\\n)*/\n"
+    rules = thoughts + text + _call_rules(style, offer)
+    return Grammar("lark", f"start: {start}{calls} REST\n{rules}", "tools")
 
 
 def _around(style: _Style, name: str) -> tuple[str, str]:

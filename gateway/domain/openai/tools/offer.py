@@ -32,6 +32,11 @@ class ToolOffer:
         return frozenset(function.name for function in self.callable)
 
     @cached_property
+    def is_strict(self) -> bool:
+        """Of some tool the arguments must match the schema, whether or not the model has to call it."""
+        return any(function.strict for function in self.callable)
+
+    @cached_property
     def template_tools(self) -> list[dict[str, Any]]:
         """As chat templates expect them."""
         return [

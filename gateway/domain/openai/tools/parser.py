@@ -168,7 +168,9 @@ class CallParser:
         if call is None:
             return False
         end = call.feed(self._buffer, 0)
-        self._raw += self._take(end)
+        taken = self._take(end)
+        if not self._is_told:
+            self._raw += taken
         self._arguments += call.take()
         self._tell(call)
         if call.is_complete:
