@@ -234,7 +234,7 @@ def test_every_body_gets_an_answer(shared_gateway: GatewayUnderTest, path: str):
 
     # How fast bodies are drawn says nothing on a busy machine.
     @settings(
-        max_examples=250,
+        max_examples=150,
         deadline=None,
         derandomize=True,
         suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
