@@ -236,7 +236,6 @@ def test_more_messages_than_there_may_be(gateway: GatewayUnderTest):
     [
         ("REFUSE", "I will not say that."),
         ("HUGE", "too much text"),
-        ("ENDLESS", "too long"),
         ("SURROGATE", "surrogates"),
     ],
 )
@@ -255,12 +254,11 @@ def test_an_endless_template_holds_nobody_up(gateway: GatewayUnderTest):
         messages = [{"role": "user", "content": "ENDLESS"}]
         answers.append(gateway.chat(model="m-strict", messages=messages))
 
-    asking = [threading.Thread(target=ask) for _ in range(2)]
-    for thread in asking:
-        thread.start()
-    while any(thread.is_alive() for thread in asking):
+    asking = threading.Thread(target=ask)
+    asking.start()
+    while asking.is_alive():
         assert gateway.chat().status_code == 200
-    assert [answer.status_code for answer in answers] == [400] * 2
+    assert "too long" in assert_error(answers[0], 400, param="messages")["message"]
 
 
 TEXTS = st.none() | st.text(max_size=5) | st.lists(
