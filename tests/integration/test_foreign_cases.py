@@ -216,6 +216,37 @@ def test_a_body_in_another_encoding(shared_gateway: GatewayUnderTest, encoding: 
     assert_error(shared_gateway.client.post(CHAT, content=text.encode(encoding)), 400)
 
 
+SCHEMA = '{"type": "object", "properties": {"a": {"type": "number", "maximum": ?}}}'
+HELLO = '"messages": [{"role": "user", "content": "x"}]'
+NUMBERS = [
+    (CHAT, f'{HELLO}, "zz": [?]'),
+    (PLAIN, '"prompt": "x", "zz": {"a": ?}'),
+    ("/v1/responses", '"input": "x", "store": false, "zz": ?'),
+    (
+        "/v1/responses",
+        f'"input": "x", "tools": [{{"type": "function", "name": "f", "parameters": {SCHEMA}}}]',
+    ),
+    ("/v1/messages", f'{HELLO}, "max_tokens": 5, "zz": ?'),
+    (
+        "/v1/messages",
+        f'{HELLO}, "max_tokens": 5, "tools": [{{"name": "f", "input_schema": {SCHEMA}}}]',
+    ),
+    ("/v1/messages/count_tokens", f'{HELLO}, "zz": ?'),
+    ("/tokenize", '"prompt": "x", "zz": ?'),
+    ("/detokenize", '"tokens": [65], "zz": ?'),
+]
+
+
+@pytest.mark.parametrize(("path", "fields"), NUMBERS)
+def test_numbers_that_json_does_not_have(shared_gateway: GatewayUnderTest, path: str, fields: str):
+    for number, status in (("NaN", 400), ("-Infinity", 400), ("1.5", 200), ('"NaN"', 200)):
+        if '"maximum"' in fields and number[0] == '"':
+            continue
+        body = f'{{"model": "m-small", {fields.replace("?", number)}}}'
+        answer = shared_gateway.client.post(path, content=body)
+        assert answer.status_code == status, (number, answer.text)
+
+
 def test_a_field_that_is_there_twice(shared_gateway: GatewayUnderTest):
     body = json.dumps(chat_body())[:-1]
     whole = shared_gateway.client.post(CHAT, content=body + ',"stream":true,"stream":false}')

@@ -17,7 +17,7 @@ from gateway.domain.openai.converted import Names, chat_request
 from gateway.domain.openai.prompts import render_chat
 from gateway.domain.openai.services import ChatJob, CompletionService, HttpRequest, read_body
 from gateway.domain.openai.tools.offer import shown_tools
-from gateway.domain.openai.validation import unsupported, validated
+from gateway.domain.openai.validation import unsupported, validated_aside
 from gateway.errors import ContextLengthError, GatewayError
 from gateway.request_ids import request_id
 from gateway.settings import GatewaySettings
@@ -37,7 +37,7 @@ class MessageService:
     async def create(self, request: HttpRequest) -> ASGIApp:
         """Answer /v1/messages; everything a client can get wrong is raised before anything is queued."""
         started_s = time.monotonic()
-        body = validated(MessagesRequest, await read_body(request, self._settings))
+        body = await validated_aside(MessagesRequest, await read_body(request, self._settings))
         fields, names = _fields(body)
         chat = await self._start(request, fields, names, started_s, streaming=bool(body.stream))
         if not body.stream:
@@ -55,7 +55,7 @@ class MessageService:
 
     async def count_tokens(self, request: HttpRequest) -> ASGIApp:
         """Answer /v1/messages/count_tokens, however long the prompt is."""
-        body = validated(CountTokensRequest, await read_body(request, self._settings))
+        body = await validated_aside(CountTokensRequest, await read_body(request, self._settings))
         fields, names = _fields(body)
         chat = chat_request(fields, names)
         served = self._dispatcher.lookup(chat.model)

@@ -15,7 +15,7 @@ from gateway.directory import ServedModel, unknown_model
 from gateway.dispatch import Dispatcher
 from gateway.domain.accounts.services import Principal
 from gateway.domain.openai.answers import collect
-from gateway.domain.openai.bodies import INLINE_BYTES, check_body, check_numbers
+from gateway.domain.openai.bodies import check_body
 from gateway.domain.openai.chunks import stream
 from gateway.domain.openai.events import Batch, events
 from gateway.domain.openai.grammars import asked_grammar
@@ -31,7 +31,7 @@ from gateway.domain.openai.schemas import (
 )
 from gateway.domain.openai.tools.example import example_call
 from gateway.domain.openai.tools.offer import tool_offer
-from gateway.domain.openai.validation import B, parse
+from gateway.domain.openai.validation import parsed_aside
 from gateway.domain.system.services import Metrics, ModelMetrics
 from gateway.errors import (
     BadRequestError,
@@ -66,19 +66,6 @@ async def read_body(request: HttpRequest, settings: GatewaySettings) -> bytes:
     return body
 
 
-async def _parsed(kind: type[B], body: bytes) -> B:
-    """See `parse` and `check_numbers`."""
-    if len(body) > INLINE_BYTES:
-        return await asyncio.to_thread(_parse, kind, body)
-    return _parse(kind, body)
-
-
-def _parse(kind: type[B], body: bytes) -> B:
-    request = parse(kind, body)
-    check_numbers(body)
-    return request
-
-
 @dataclass(frozen=True)
 class ChatJob:
     """A chat in flight, for a surface that words the answer itself."""
@@ -104,7 +91,7 @@ class CompletionService:
     async def chat(self, request: HttpRequest) -> ASGIApp:
         """Answer /v1/chat/completions; everything a client can get wrong is raised before anything is queued."""
         started_s = time.monotonic()
-        body = await _parsed(ChatCompletionRequest, await read_body(request, self._settings))
+        body = await parsed_aside(ChatCompletionRequest, await read_body(request, self._settings))
         plan, prompt = await self._prepare_chat(request, body, started_s)
         return await self._answer(request, body, plan, [prompt])
 
@@ -143,7 +130,7 @@ class CompletionService:
     async def complete(self, request: HttpRequest) -> ASGIApp:
         """Answer /v1/completions, one or many prompts."""
         started_s = time.monotonic()
-        body = await _parsed(CompletionRequest, await read_body(request, self._settings))
+        body = await parsed_aside(CompletionRequest, await read_body(request, self._settings))
         served = self._dispatcher.lookup(body.model)
         _check_num_choices(served, body)
         inline_bytes = self._settings.inline_text_bytes

@@ -11,7 +11,7 @@ from gateway.domain.openai.prompts import render_chat
 from gateway.domain.openai.schemas import ChatCompletionRequest
 from gateway.domain.openai.services import HttpRequest, read_body
 from gateway.domain.openai.tools.offer import shown_tools
-from gateway.domain.openai.validation import parse, validated
+from gateway.domain.openai.validation import parsed_aside, validated_aside
 from gateway.errors import BadRequestError
 from gateway.settings import GatewaySettings
 
@@ -60,20 +60,22 @@ class TokenizationService:
     async def tokenize(self, request: HttpRequest) -> TokenizeResponse:
         """Raises what a chat completion of the same messages would raise, but for the context's length."""
         content = await read_body(request, self._settings)
-        body = validated(TokenizeRequest, content)
+        body = await validated_aside(TokenizeRequest, content)
         if (body.prompt is None) == (body.messages is None):
             raise BadRequestError(
                 "Either 'prompt' or 'messages' is needed, and not both.",
                 param="prompt",
                 code="invalid_value" if body.prompt is not None else "missing_required_parameter",
             )
-        chat = parse(ChatCompletionRequest, content) if body.messages is not None else None
+        chat = None
+        if body.messages is not None:
+            chat = await parsed_aside(ChatCompletionRequest, content)
         served = self._dispatcher.lookup(body.model)
         return await asyncio.to_thread(_tokenized, served, body, chat)
 
     async def detokenize(self, request: HttpRequest) -> DetokenizeResponse:
         """The text of token ids; the parts of a character that are no whole one become U+FFFD."""
-        body = validated(DetokenizeRequest, await read_body(request, self._settings))
+        body = await validated_aside(DetokenizeRequest, await read_body(request, self._settings))
         served = self._dispatcher.lookup(body.model)
         last = served.card.vocab_size - 1
         if any(not 0 <= token <= last for token in body.tokens):

@@ -13,7 +13,7 @@ from litestar.types import ASGIApp
 
 from gateway.domain.openai.converted import chat_request
 from gateway.domain.openai.services import ChatJob, CompletionService, HttpRequest, read_body
-from gateway.domain.openai.validation import validated
+from gateway.domain.openai.validation import validated_aside
 from gateway.domain.responses.answers import Draft, failed
 from gateway.domain.responses.conversion import chat_fields, check, given_items
 from gateway.domain.responses.schemas import ItemList, ResponsesRequest
@@ -71,7 +71,7 @@ class ResponseService:
     async def create(self, request: HttpRequest) -> ASGIApp:
         """Answer /v1/responses; everything a client can get wrong is raised before anything is queued."""
         started_s = time.monotonic()
-        body = validated(ResponsesRequest, await read_body(request, self._settings))
+        body = await validated_aside(ResponsesRequest, await read_body(request, self._settings))
         check(body)
         key_id = str(request.auth.key_id)
         history = await self._history(key_id, body.previous_response_id)
