@@ -47,6 +47,7 @@ class RequestQueue:
         self._channel = Channel(redis)
         """For what is done with every claim, which is one thing at a time."""
         self._worker_id = worker_id
+        self.model = model
         self.stream = requests_stream(model)
         self._bell = f"tpugate:bell:{model}"
         self.may_wait = True

@@ -10,51 +10,39 @@ code 1 (2 if another start would fail the same), every request it held having go
 """
 
 import asyncio
-import contextlib
 import logging
 import os
 import signal
-import time
 from collections.abc import Coroutine
 from dataclasses import asdict, replace
 from typing import Any
 
 import msgspec
 
-from workers.backlog import Backlog, choose
-from workers.claims import Claim, Claims, Entry
+from workers.claims import Claim, Claims
 from workers.config import WorkerConfig, sentence
-from workers.consumer import AbortFeed, RequestQueue
-from workers.engine.interface import EXPIRED, EngineFactory, LoadedEngine
-from workers.engine_thread import ENGINE_FAILED, EngineThread, terminal
-from workers.gateway_watch import GatewayWatch
+from workers.consumer import RequestQueue
+from workers.engine.interface import EngineFactory, LoadedEngine
+from workers.engine_thread import ENGINE_FAILED, EngineThread
 from workers.heartbeat import Heartbeat
-from workers.link import OUTAGE, Patience, connect
+from workers.intake import Intake
+from workers.link import OUTAGE, connect
 from workers.progress import INTERVAL_S, StartLog
 from workers.protocol import (
     FinishReason,
-    GenerateRequest,
     OutputDelta,
     Usage,
     WorkerState,
     WorkerStatus,
-    decode,
 )
 from workers.publisher import Publisher
 
-RECLAIM_INTERVAL_S = 1.0
-MAX_DELIVERIES = 3
-"""A request that this many workers have taken and none has finished is given up."""
-MAX_PENDING = 10_000
-"""More entries than a worker can have pending."""
-MAX_RECENT_ABORTS = 10_000
 FLUSH_TIMEOUT_S = 5.0
 SAY_WAITING_S = 5.0
 FAILED, HOPELESS = 1, 2
 """Exit codes."""
 WARMING_WORDS = ("compil", "warm")
 """A progress phrase that begins so means that the weights are there."""
-GIVEN_UP = "The request was given up after several workers failed while running it."
 SHUTTING_DOWN = "The worker shut down before the request was finished."
 
 log = logging.getLogger("worker")
@@ -70,22 +58,17 @@ class Service:
         self._config = config
         self._redis = connect(config.redis_url)
         self._queue = RequestQueue(self._redis, config.served_name, config.worker_id)
-        self._backlog = Backlog(self._queue)
-        self._aborts = AbortFeed(self._redis, config.served_name)
         self._publisher = Publisher(self._redis, self._queue.stream, config.worker_id)
         self._heartbeat = Heartbeat(self._redis, self._status)
         self._engine = EngineThread(factory, self)
-        self._gateways = GatewayWatch(self._redis)
-        self._claims = Claims(0)
-        self._recent_aborts: dict[str, None] = {}
+        self._intake = Intake(
+            self._redis, self._queue, self._publisher, self._engine, self.on_deltas
+        )
         self._state = WorkerState.STARTING
         self._progress = StartLog()
         self._loaded = asyncio.Event()
         self._stop = asyncio.Event()
-        self._is_leaving = False
         self._exit_code = 0
-        self._taking_over = asyncio.Lock()
-        """Entries that were just reclaimed look like entries whose read was lost."""
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def run(self) -> int:
@@ -99,6 +82,10 @@ class Service:
         await self._leave()
         return self._exit_code
 
+    @property
+    def _claims(self) -> Claims:
+        return self._intake.claims
+
     # What the engine thread reports
 
     def on_progress(self, what: str, share: float) -> None:
@@ -111,7 +98,7 @@ class Service:
             self._heartbeat.beat_now()
 
     def on_loaded(self, loaded: LoadedEngine) -> None:
-        self._claims = Claims(loaded.engine.capacity)
+        self._intake.claims = Claims(loaded.engine.capacity)
         self._heartbeat.announce(
             msgspec.structs.replace(
                 loaded.card,
@@ -157,142 +144,22 @@ class Service:
     # Serving
 
     async def _serve(self) -> None:
-        claims = self._claims
         self._state = WorkerState.READY
         self._progress.what, self._progress.share = "", 1.0
         self._heartbeat.beat_now()
         log.info("%s is ready.", self._config.served_name)
         self._spawn(self._publisher.run())
-        self._spawn(self._abort_loop())
-        claiming = self._spawn(self._claim_loop())
-        reclaiming = self._spawn(self._reclaim_loop())
+        self._spawn(self._intake.abort_loop())
+        claiming = self._spawn(self._intake.claim_loop())
+        reclaiming = self._spawn(self._intake.reclaim_loop())
         await self._stop.wait()
-        claims.close()
+        self._intake.close()
         self._state = WorkerState.DRAINING
         self._heartbeat.beat_now()
         # A read that is under way is let finish, or what it brings would be lost until this worker is gone.
         await asyncio.wait({claiming, reclaiming})
         if self._exit_code == 0:
             await self._drain()
-
-    async def _claim_loop(self) -> None:
-        patience = Patience("consumer")
-        is_first, is_linked, looks = True, False, True
-        while await self._claims.wait_for_room() and not self._stop.is_set():
-            try:
-                if not is_linked:
-                    await self._queue.ensure_group()
-                    await self._settle_pending(is_first=is_first)
-                    is_first, is_linked, looks = False, True, True
-                    patience.reset()
-                if looks and await self._take_turn():
-                    continue
-                for entry in await self._queue.read(self._claims.num_free):
-                    await self._take(entry)
-                # While there is room, entries are read as they come and nothing waits here.
-                looks = self._queue.may_wait or not self._claims.num_free
-            except OUTAGE as error:
-                is_linked = False
-                await patience.pause(error)
-
-    async def _take_turn(self) -> bool:
-        """Take of what waits already as much as there is room for; False if nothing waits."""
-        waiting = await self._backlog.look()
-        running = [claim.request for claim in self._claims.all()]
-        chosen = choose(waiting, running, self._claims.num_free, self._recent_aborts)
-        if chosen:
-            for entry in await self._queue.take([head.entry_id for head in chosen]):
-                await self._take(entry)
-        return bool(waiting)
-
-    async def _settle_pending(self, *, is_first: bool) -> None:
-        """What Redis counts as read by this worker but this worker never saw.
-
-        At first it is what an earlier process of the same id has left: like any gone worker's, it is
-        reclaimed with its number of deliveries. Later it is what a lost reply held, and is taken.
-        """
-        async with self._taking_over:
-            ended = set(self._publisher.unacknowledged)
-            known = {entry_id for claim in self._claims.all() for entry_id in claim.entry_ids}
-            entries = [
-                entry
-                for entry in await self._queue.read_pending(MAX_PENDING)
-                if entry.entry_id not in known and entry.entry_id not in ended
-            ]
-            if is_first and entries:
-                await self._queue.give_back([entry.entry_id for entry in entries])
-            elif not is_first:
-                for entry in entries:
-                    await self._take(entry)
-
-    async def _reclaim_loop(self) -> None:
-        while not self._stop.is_set():
-            for request in await self._gateways.orphans(c.request for c in self._claims.all()):
-                self._engine.abort(request.request_id)
-            if self._claims.num_free:
-                async with self._taking_over:
-                    await self._reclaim()
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(RECLAIM_INTERVAL_S):
-                    await self._stop.wait()
-
-    async def _reclaim(self) -> None:
-        try:
-            entries = await self._queue.reclaim(self._claims.num_free)
-            for entry in entries:
-                log.warning(
-                    "Takes over entry %s of a worker that is gone.", entry.entry_id.decode()
-                )
-                await self._take(entry)
-        except OUTAGE as error:
-            # The claim loop reports and waits for the same outage.
-            log.debug("Nothing reclaimed: %s", error)
-
-    async def _abort_loop(self) -> None:
-        patience = Patience("aborts")
-        while not self._is_leaving:
-            try:
-                request_ids = await self._aborts.read()
-            except OUTAGE as error:
-                await patience.pause(error)
-                continue
-            patience.reset()
-            for request_id in request_ids:
-                self._abort(request_id)
-
-    def _abort(self, request_id: str) -> None:
-        if self._claims.get(request_id) is not None:
-            self._engine.abort(request_id)
-            return
-        self._recent_aborts[request_id] = None
-        if len(self._recent_aborts) > MAX_RECENT_ABORTS:
-            del self._recent_aborts[next(iter(self._recent_aborts))]
-
-    async def _take(self, entry: Entry) -> None:
-        try:
-            request = decode(GenerateRequest, entry.payload)
-        except (msgspec.MsgspecError, ValueError) as error:
-            log.warning("Entry %s is no request and is dropped: %s", entry.entry_id.decode(), error)
-            await self._queue.drop(entry.entry_id)
-            return
-        resident = self._claims.get(request.request_id)
-        if resident is not None:
-            # Enqueued again after an outage, while it runs here: one run answers both.
-            if entry.entry_id not in resident.entry_ids:
-                resident.entry_ids.append(entry.entry_id)
-            return
-        self._claims.add(Claim(request, [entry.entry_id]))
-        self._start(request, entry.num_deliveries)
-
-    def _start(self, request: GenerateRequest, num_deliveries: int) -> None:
-        if request.request_id in self._recent_aborts:
-            self.on_deltas(terminal(request, FinishReason.ABORT))
-        elif request.deadline_s and time.time() > request.deadline_s:
-            self.on_deltas(terminal(request, FinishReason.ERROR, EXPIRED))
-        elif num_deliveries > MAX_DELIVERIES:
-            self.on_deltas(terminal(request, FinishReason.ERROR, GIVEN_UP))
-        else:
-            self._engine.add(request)
 
     # Stopping
 
@@ -360,7 +227,7 @@ class Service:
     async def _leave(self) -> None:
         if not await self._publisher.flush(FLUSH_TIMEOUT_S):
             log.warning("Redis is away: the last answers could not be delivered.")
-        self._is_leaving = True
+        self._intake.leave()
         self._heartbeat.close()
         for task in self._tasks:
             task.cancel()

@@ -12,6 +12,7 @@ from tests.fakes.wire import GatewayPeer, wait_until
 from workers.engine.interface import EXPIRED
 from workers.engine.scripted import FAIL, HANG
 from workers.engine_thread import terminal
+from workers.intake import GIVEN_UP
 from workers.protocol import (
     REQUEST_GROUP,
     FinishReason,
@@ -23,7 +24,6 @@ from workers.protocol import (
     requests_stream,
     worker_key,
 )
-from workers.service import GIVEN_UP
 
 Start = Callable[..., WorkerUnderTest]
 WORDS = [b"one ", b"two ", b"three"]
