@@ -59,6 +59,8 @@ logger = logging.getLogger(__name__)
 
 _ANTHROPIC = "/v1/messages"
 """What is below it speaks Anthropic's words."""
+_SWITCH_S = 0.001
+"""After which a thread hands the interpreter on; Python's own 5 ms add up, as an answer needs it some times."""
 _KEEP_ALIVE_S = 75
 _CLIENTS_AFFAIR = ("Invalid HTTP request", "upgrade request", "WebSocket library")
 _GC_THRESHOLDS = (700, 10, 50)
@@ -262,6 +264,8 @@ async def serve(settings: GatewaySettings) -> None:
         # What lives as long as the process: a collection that looks at it again stops all answers for 0.1 s.
         gc.collect()
         gc.freeze()
+        # Threads parse, render and tokenise beside the loop.
+        sys.setswitchinterval(_SWITCH_S)
         gc.set_threshold(*_GC_THRESHOLDS)
         logger.info("listening on http://%s:%d", *listener.getsockname()[:2])
         await server.serve(sockets=[listener])
