@@ -55,6 +55,10 @@ class CpuTime:
     user_s: float
     system_s: float
 
+    @property
+    def total_s(self) -> float:
+        return self.user_s + self.system_s
+
 
 @dataclass(frozen=True)
 class RunningServer:
