@@ -148,6 +148,27 @@ def test_effort_that_cannot_be_set_is_refused(source: str, effort: str):
     assert caught.value.code == "unsupported_parameter"
 
 
+def test_tools_that_a_template_cannot_render_are_named():
+    source = (
+        "{% for message in messages %}{{ message.content }}{% endfor %}"
+        "{% for tool in tools or [] %}{% for name, of in tool.function.parameters.properties.items() %}"
+        "{{ name }}{{ raise_exception(tone) if tone else of.type }}{% endfor %}{% endfor %}"
+    )
+    good = [tool.model_dump() for tool in chat(tools=[TOOL]).tools or ()]
+    good[0]["function"]["parameters"] = {"properties": {"a": {"type": "string"}}}
+    bad = [{"type": "function", "function": {"name": "f", "parameters": {"properties": 5}}}]
+    model = served(source)
+    assert render_chat(model, chat(), good) == "xastring"
+    for tools, variables, param in [
+        (bad, {}, "tools"),
+        (good, {"tone": "no"}, "chat_template_kwargs"),
+        (bad, {"tone": "no"}, "tools"),
+    ]:
+        with pytest.raises(BadRequestError) as caught:
+            render_chat(model, chat(chat_template_kwargs=variables), tools)
+        assert caught.value.param == param
+
+
 def test_a_model_that_takes_no_grammars_still_reads_calls():
     model = family("qwen2_5")
     card = msgspec.structs.replace(model.card, takes_grammars=False)

@@ -137,10 +137,7 @@ def render_chat(
             raise
         raise _wrong("messages", f"{error}.") from error
     except ChatTemplateError as error:
-        at_fault = "messages"
-        if body.chat_template_kwargs and _can_render(template, conversation):
-            at_fault = "chat_template_kwargs"
-        raise _wrong(at_fault, str(error)) from error
+        raise _wrong(_fault(template, conversation), str(error)) from error
 
 
 def _continues(body: ChatCompletionRequest) -> bool:
@@ -214,13 +211,19 @@ def _encode_chat(
     return served.tokenizer.encode(text)
 
 
-def _can_render(template: ChatTemplate, conversation: Conversation) -> bool:
-    """Whether the messages are fine without a client's variables."""
-    try:
-        render_conversation(template, replace(conversation, variables=None))
-    except ChatTemplateError:
-        return False
-    return True
+def _fault(template: ChatTemplate, conversation: Conversation) -> str:
+    """The field without which a template takes a conversation that it has refused."""
+    for name, changed in (
+        ("chat_template_kwargs", replace(conversation, variables=None)),
+        ("tools", replace(conversation, tools=())),
+    ):
+        try:
+            if changed != conversation:
+                render_conversation(template, changed)
+                return name
+        except ChatTemplateError:
+            pass
+    return "messages"
 
 
 def _wrong(name: str, sentence: str) -> BadRequestError:
