@@ -219,15 +219,24 @@ def _adds_bos(path: Path, payload: bytes, bos_token: str | None) -> bool:
 
 
 def _chat_template(path: Path, settings: dict[str, Any]) -> str | None:
+    """The template for plain chats, joined with the one for tools where a model has two."""
     file = path / "chat_template.jinja"
     if file.is_file():
-        return file.read_text()
+        with_tools = path / "additional_chat_templates" / "tool_use.jinja"
+        return _joined(file.read_text(), with_tools.read_text() if with_tools.is_file() else None)
     found = _read_json(path / "chat_template.json") or settings
     template = found.get("chat_template")
-    if isinstance(template, list):  # named templates; "default" is the one for plain chat
+    if isinstance(template, list):  # named templates
         named = {item["name"]: item["template"] for item in template}
-        template = named.get("default")
+        return _joined(named.get("default"), named.get("tool_use"))
     return template
+
+
+def _joined(plain: str | None, with_tools: str | None) -> str | None:
+    if plain is None or with_tools is None:
+        return plain
+    tools, rest = with_tools.removesuffix("\n"), plain.removesuffix("\n")
+    return f"{{% if tools %}}{tools}{{% else %}}{rest}{{% endif %}}"
 
 
 def _token(value: str | dict[str, Any]) -> str:

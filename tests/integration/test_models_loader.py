@@ -8,6 +8,8 @@ import json
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer
+from tokenizers.models import BPE
 from transformers import (
     AutoModelForCausalLM,
     Gemma3TextConfig,
@@ -17,6 +19,7 @@ from transformers import (
     Phi3Config,
 )
 
+from models.chat_templates import ChatTemplate
 from models.errors import (
     ModelCorruptError,
     ModelNotFoundError,
@@ -205,3 +208,21 @@ def test_an_unusable_configuration_is_one_line(tmp_path, config):
     with pytest.raises(UnsupportedModelError) as caught:
         read_info(tmp_path)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("in_files", [False, True])
+def test_a_template_for_tools_is_joined_with_the_plain_one(tmp_path, in_files):
+    Tokenizer(BPE()).save(str(tmp_path / "tokenizer.json"))
+    plain, with_tools = "\nplain {{ messages }}\n", "with {{ tools }}\n"
+    if in_files:
+        (tmp_path / "chat_template.jinja").write_text(plain)
+        (tmp_path / "additional_chat_templates").mkdir()
+        (tmp_path / "additional_chat_templates" / "tool_use.jinja").write_text(with_tools)
+    else:
+        named = {"default": plain, "tool_use": with_tools, "rag": "?"}
+        templates = [{"name": name, "template": text} for name, text in named.items()]
+        config = {"chat_template": templates}
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    template = ChatTemplate(read_tokenizer(tmp_path).chat_template)
+    assert template.render([]).strip() == "plain []"
+    assert template.render([], tools=[{}]) == "with [{}]"
