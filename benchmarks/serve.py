@@ -165,7 +165,9 @@ def _start_ours(plan: Plan, where: Where, stack: ExitStack, results: Results) ->
     if where.cold_start:
         with ExitStack() as first:
             _start(recipe, first, "cold, nothing compiled", results)
-    return _start(recipe, stack, "warm", results)
+    # Alone, nothing says whether the programs of these very sources were kept.
+    kind = "warm" if where.cold_start else "with the programs that were kept"
+    return _start(recipe, stack, kind, results)
 
 
 def _start_all(plan: Plan, where: Where, stack: ExitStack, results: Results) -> list[Target]:
