@@ -82,7 +82,7 @@ class FunctionCall(Body):
 
 class MessageToolCall(Body):
     id: str
-    type: Literal["function"] = "function"
+    type: Literal["function"] | None = None
     function: FunctionCall
 
 
