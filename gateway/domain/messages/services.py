@@ -2,7 +2,6 @@
 
 import asyncio
 import time
-from typing import Any
 
 import msgspec
 from litestar.response.base import ASGIResponse
@@ -13,11 +12,13 @@ from gateway.domain.messages.answers import collect, stream
 from gateway.domain.messages.conversion import chat_fields
 from gateway.domain.messages.errors import messages_error_body
 from gateway.domain.messages.schemas import CountTokensRequest, MessagesRequest
+from gateway.domain.openai.bodies import aside
 from gateway.domain.openai.converted import Names, chat_request
 from gateway.domain.openai.prompts import render_chat
+from gateway.domain.openai.schemas import ChatCompletionRequest
 from gateway.domain.openai.services import ChatJob, CompletionService, HttpRequest, read_body
 from gateway.domain.openai.tools.offer import shown_tools
-from gateway.domain.openai.validation import unsupported, validated_aside
+from gateway.domain.openai.validation import unsupported, validated
 from gateway.errors import ContextLengthError, GatewayError
 from gateway.request_ids import request_id
 from gateway.settings import GatewaySettings
@@ -37,9 +38,10 @@ class MessageService:
     async def create(self, request: HttpRequest) -> ASGIApp:
         """Answer /v1/messages; everything a client can get wrong is raised before anything is queued."""
         started_s = time.monotonic()
-        body = await validated_aside(MessagesRequest, await read_body(request, self._settings))
-        fields, names = _fields(body)
-        chat = await self._start(request, fields, names, started_s, streaming=bool(body.stream))
+        content = await read_body(request, self._settings)
+        body = await aside(len(content), validated, MessagesRequest, content)
+        asked, names = await aside(len(content), _converted, body)
+        chat = await self._start(request, asked, names, started_s, streaming=bool(body.stream))
         if not body.stream:
             with chat.job as job:
                 job.watch(request.receive)
@@ -55,9 +57,9 @@ class MessageService:
 
     async def count_tokens(self, request: HttpRequest) -> ASGIApp:
         """Answer /v1/messages/count_tokens, however long the prompt is."""
-        body = await validated_aside(CountTokensRequest, await read_body(request, self._settings))
-        fields, names = _fields(body)
-        chat = chat_request(fields, names)
+        content = await read_body(request, self._settings)
+        body = await aside(len(content), validated, CountTokensRequest, content)
+        chat, names = await aside(len(content), _converted, body)
         served = self._dispatcher.lookup(chat.model)
 
         def count() -> int:
@@ -71,17 +73,17 @@ class MessageService:
     async def _start(
         self,
         request: HttpRequest,
-        fields: dict[str, Any],
+        chat: ChatCompletionRequest,
         names: Names,
         started_s: float,
         *,
         streaming: bool,
     ) -> ChatJob:
         """Clients of this API ask for more tokens than a small context holds: they get what is left of it."""
-        served = self._dispatcher.lookup(fields["model"])
-        if fields["max_completion_tokens"] >= served.card.context_len:
-            fields["max_completion_tokens"] = None
-        chat = chat_request(fields, names)
+        served = self._dispatcher.lookup(chat.model)
+        unbound = chat.model_copy(update={"max_completion_tokens": None})
+        if (chat.max_completion_tokens or 0) >= served.card.context_len:
+            chat = unbound
         start = self._completions.start_chat
         with names.spoken():
             try:
@@ -89,14 +91,15 @@ class MessageService:
             except ContextLengthError as error:
                 if error.param != "max_completion_tokens":
                     raise
-            chat = chat_request({**fields, "max_completion_tokens": None}, names)
-            return await start(request, chat, started_s, streaming=streaming)
+            return await start(request, unbound, started_s, streaming=streaming)
 
 
-def _fields(body: CountTokensRequest) -> tuple[dict[str, Any], Names]:
+def _converted(body: CountTokensRequest) -> tuple[ChatCompletionRequest, Names]:
+    """The same as a chat. Raises `BadRequestError`."""
     for name in ("mcp_servers", "container", "inference_geo"):
         if getattr(body, name, None):
             raise unsupported(name)
     if body.speed == "fast":
         raise unsupported("speed")
-    return chat_fields(body)
+    fields, names = chat_fields(body)
+    return chat_request(fields, names), names

@@ -6,7 +6,8 @@ all other requests would wait. So the number of values is bounded, and larger bo
 
 import asyncio
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import ParamSpec, TypeVar
 
 from gateway.errors import BadRequestError
 
@@ -15,7 +16,9 @@ MAX_VALUES = 131_072
 MAX_MEMBERS = 65_536
 """Fields, lists and objects together: each costs ten times what a number costs."""
 INLINE_BYTES = 64 * 1024
-"""Longer bodies are checked, and should be validated, in a thread."""
+"""Longer bodies are checked, validated and converted in a thread."""
+P = ParamSpec("P")
+R = TypeVar("R")
 _STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"', re.DOTALL)
 _NO_NUMBER = re.compile(rb"NaN|Infinity")
 
@@ -28,6 +31,13 @@ async def check_body(body: bytes) -> None:
         await asyncio.to_thread(_check_size, body)
     else:
         _check_size(body)
+
+
+async def aside(size: int, work: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
+    """What `work` gives; in a thread if it is about that many bytes of a body, so that others go on meanwhile."""
+    if size > INLINE_BYTES:
+        return await asyncio.to_thread(work, *args, **kwargs)
+    return work(*args, **kwargs)
 
 
 def check_numbers(body: bytes) -> None:

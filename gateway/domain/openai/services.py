@@ -15,7 +15,7 @@ from gateway.directory import ServedModel, unknown_model
 from gateway.dispatch import Dispatcher
 from gateway.domain.accounts.services import Principal
 from gateway.domain.openai.answers import collect
-from gateway.domain.openai.bodies import check_body
+from gateway.domain.openai.bodies import aside, check_body
 from gateway.domain.openai.chunks import stream
 from gateway.domain.openai.events import Batch, events
 from gateway.domain.openai.grammars import asked_grammar
@@ -31,7 +31,7 @@ from gateway.domain.openai.schemas import (
 )
 from gateway.domain.openai.tools.example import example_call
 from gateway.domain.openai.tools.offer import tool_offer
-from gateway.domain.openai.validation import parsed_aside
+from gateway.domain.openai.validation import parse
 from gateway.domain.system.services import Metrics, ModelMetrics
 from gateway.errors import (
     BadRequestError,
@@ -91,7 +91,8 @@ class CompletionService:
     async def chat(self, request: HttpRequest) -> ASGIApp:
         """Answer /v1/chat/completions; everything a client can get wrong is raised before anything is queued."""
         started_s = time.monotonic()
-        body = await parsed_aside(ChatCompletionRequest, await read_body(request, self._settings))
+        content = await read_body(request, self._settings)
+        body = await aside(len(content), parse, ChatCompletionRequest, content)
         plan, prompt = await self._prepare_chat(request, body, started_s)
         return await self._answer(request, body, plan, [prompt])
 
@@ -130,7 +131,8 @@ class CompletionService:
     async def complete(self, request: HttpRequest) -> ASGIApp:
         """Answer /v1/completions, one or many prompts."""
         started_s = time.monotonic()
-        body = await parsed_aside(CompletionRequest, await read_body(request, self._settings))
+        content = await read_body(request, self._settings)
+        body = await aside(len(content), parse, CompletionRequest, content)
         served = self._dispatcher.lookup(body.model)
         _check_num_choices(served, body)
         inline_bytes = self._settings.inline_text_bytes

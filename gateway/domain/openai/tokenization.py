@@ -7,11 +7,12 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from gateway.directory import ServedModel
 from gateway.dispatch import Dispatcher
+from gateway.domain.openai.bodies import aside
 from gateway.domain.openai.prompts import render_chat
 from gateway.domain.openai.schemas import ChatCompletionRequest
 from gateway.domain.openai.services import HttpRequest, read_body
 from gateway.domain.openai.tools.offer import shown_tools
-from gateway.domain.openai.validation import parsed_aside, validated_aside
+from gateway.domain.openai.validation import parse, validated
 from gateway.errors import BadRequestError
 from gateway.settings import GatewaySettings
 
@@ -60,7 +61,7 @@ class TokenizationService:
     async def tokenize(self, request: HttpRequest) -> TokenizeResponse:
         """Raises what a chat completion of the same messages would raise, but for the context's length."""
         content = await read_body(request, self._settings)
-        body = await validated_aside(TokenizeRequest, content)
+        body = await aside(len(content), validated, TokenizeRequest, content)
         if (body.prompt is None) == (body.messages is None):
             raise BadRequestError(
                 "Either 'prompt' or 'messages' is needed, and not both.",
@@ -69,13 +70,14 @@ class TokenizationService:
             )
         chat = None
         if body.messages is not None:
-            chat = await parsed_aside(ChatCompletionRequest, content)
+            chat = await aside(len(content), parse, ChatCompletionRequest, content)
         served = self._dispatcher.lookup(body.model)
         return await asyncio.to_thread(_tokenized, served, body, chat)
 
     async def detokenize(self, request: HttpRequest) -> DetokenizeResponse:
         """The text of token ids; the parts of a character that are no whole one become U+FFFD."""
-        body = await validated_aside(DetokenizeRequest, await read_body(request, self._settings))
+        content = await read_body(request, self._settings)
+        body = await aside(len(content), validated, DetokenizeRequest, content)
         served = self._dispatcher.lookup(body.model)
         last = served.card.vocab_size - 1
         if any(not 0 <= token <= last for token in body.tokens):

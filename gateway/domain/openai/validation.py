@@ -1,13 +1,12 @@
 """From a body's bytes to a checked request, or to the 400 that names the field."""
 
-import asyncio
 from collections.abc import Callable
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
-from gateway.domain.openai.bodies import INLINE_BYTES, check_numbers
+from gateway.domain.openai.bodies import check_numbers
 from gateway.domain.openai.schemas import ChatCompletionRequest, CompletionRequest, GenerationBody
 from gateway.errors import BadRequestError
 
@@ -68,20 +67,6 @@ def validated(kind: type[M], body: bytes) -> M:
         raise _bad_request(error.errors(include_input=False, include_url=False)[0]) from error
     check_numbers(body)
     return request
-
-
-async def validated_aside(kind: type[M], body: bytes) -> M:
-    """The same; a large body in a thread, so that others go on meanwhile."""
-    if len(body) > INLINE_BYTES:
-        return await asyncio.to_thread(validated, kind, body)
-    return validated(kind, body)
-
-
-async def parsed_aside(kind: type[B], body: bytes) -> B:
-    """As `validated_aside`, of `parse`."""
-    if len(body) > INLINE_BYTES:
-        return await asyncio.to_thread(parse, kind, body)
-    return parse(kind, body)
 
 
 def parse(kind: type[B], body: bytes) -> B:

@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import sys
 import time
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass, replace
@@ -11,9 +12,11 @@ import msgspec
 from litestar.response.base import ASGIResponse
 from litestar.types import ASGIApp
 
-from gateway.domain.openai.converted import chat_request
+from gateway.domain.openai.bodies import aside
+from gateway.domain.openai.converted import Names, chat_request
+from gateway.domain.openai.schemas import ChatCompletionRequest
 from gateway.domain.openai.services import ChatJob, CompletionService, HttpRequest, read_body
-from gateway.domain.openai.validation import validated_aside
+from gateway.domain.openai.validation import validated
 from gateway.domain.responses.answers import Draft, failed
 from gateway.domain.responses.conversion import chat_fields, check, given_items
 from gateway.domain.responses.schemas import ItemList, ResponsesRequest
@@ -71,13 +74,14 @@ class ResponseService:
     async def create(self, request: HttpRequest) -> ASGIApp:
         """Answer /v1/responses; everything a client can get wrong is raised before anything is queued."""
         started_s = time.monotonic()
-        body = await validated_aside(ResponsesRequest, await read_body(request, self._settings))
+        content = await read_body(request, self._settings)
+        body = await aside(len(content), validated, ResponsesRequest, content)
         check(body)
         key_id = str(request.auth.key_id)
         history = await self._history(key_id, body.previous_response_id)
-        items = history + given_items(body)
-        fields, names = chat_fields(body, items, len(history))
-        chat_body = chat_request(fields, names)
+        # What is stored may be of any length.
+        size = sys.maxsize if history else len(content)
+        items, chat_body, names = await aside(size, _converted, body, history)
         streaming = bool(body.stream)
         with names.spoken():
             start = self._completions.start_chat
@@ -235,6 +239,15 @@ class ResponseService:
             return await self._store.is_in_progress(work.key_id, work.draft.id)
         except UnavailableError:
             return True
+
+
+def _converted(
+    body: ResponsesRequest, history: list[dict[str, Any]]
+) -> tuple[list[dict[str, Any]], ChatCompletionRequest, Names]:
+    """All items, and the same as a chat. Raises `BadRequestError`."""
+    items = history + given_items(body)
+    fields, names = chat_fields(body, items, len(history))
+    return items, chat_request(fields, names), names
 
 
 def _json(fields: dict[str, Any]) -> ASGIApp:
