@@ -5,8 +5,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from anthropic import AsyncAnthropic
+from openai import AsyncOpenAI
 
-from tests.fakes.gateway import GatewayUnderTest, assert_error, events, script_header
+from tests.fakes.gateway import ADMIN_KEY, GatewayUnderTest, assert_error, events, script_header
 from tests.fakes.processes import WorkerUnderTest
 from tests.fakes.wire import wait_until
 from workers.protocol import FinishReason
@@ -363,6 +365,30 @@ def test_a_message_with_calls(shared_gateway: GatewayUnderTest):
     ]
     assert len(pieces) > 1
     assert json.loads("".join(pieces)) == TIDE
+
+
+async def test_official_clients_put_streams_together(shared_gateway: GatewayUnderTest):
+    headers = script_header(tokens(THOUGHT + "I look." + call("tide", TIDE) + call("tide", MOON)))
+    options: Any = {"api_key": ADMIN_KEY, "max_retries": 0, "_strict_response_validation": True}
+    ask: Any = {"model": "m-small", "extra_headers": headers}
+    async with AsyncOpenAI(base_url=shared_gateway.url + "/v1", **options) as client:
+        tools: Any = RESPONSES_TOOLS
+        async with client.responses.stream(**ask, input="Tide?", tools=tools) as stream:
+            response = await stream.get_final_response()
+        calls = [item for item in response.output if item.type == "function_call"]
+        assert [json.loads(item.arguments) for item in calls] == [TIDE, MOON]
+    async with AsyncAnthropic(base_url=shared_gateway.url, **options) as client:
+        messages: Any = [{"role": "user", "content": "Tide?"}]
+        tools = [{"name": "tide", "input_schema": {"type": "object"}}]
+        async with client.messages.stream(
+            **ask, max_tokens=500, messages=messages, tools=tools
+        ) as stream:
+            message = await stream.get_final_message()
+        kinds = [block.type for block in message.content]
+        assert kinds == ["thinking", "text", "tool_use", "tool_use"]
+        used = [block.input for block in message.content if block.type == "tool_use"]
+        assert used == [TIDE, MOON]
+        assert message.stop_reason == "tool_use"
 
 
 def test_nothing_but_a_complete_call_ends_with_one():
