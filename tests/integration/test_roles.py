@@ -12,7 +12,7 @@ import redis
 from anthropic import Anthropic
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from openai import AsyncOpenAI
+from openai import AsyncOpenAI, BadRequestError, OpenAI
 
 from tests.fakes.gateway import ADMIN_KEY, GatewayUnderTest, assert_error, events, joined
 from tests.fakes.processes import WorkerUnderTest
@@ -149,14 +149,38 @@ def test_turns_that_nothing_can_go_on_with(gateway: GatewayUnderTest, messages: 
 
 
 def test_anthropics_prefill(gateway: GatewayUnderTest):
-    client = Anthropic(base_url=gateway.url, api_key=ADMIN_KEY)
     turns: Any = [USER, {"role": "assistant", "content": "The answer is"}]
-    answer = client.messages.create(model="m-strict", max_tokens=9, messages=turns, system="S1")
+    with Anthropic(base_url=gateway.url, api_key=ADMIN_KEY) as client:
+        answer = client.messages.create(model="m-strict", max_tokens=9, messages=turns, system="S1")
+        counted = client.messages.count_tokens(model="m-strict", messages=turns, system="S1")
     assert answer.content[0].type == "text"
-    counted = client.messages.count_tokens(model="m-strict", messages=turns, system="S1")
     assert counted.input_tokens == answer.usage.input_tokens == len(
         "[user]S1\n\nU1[assistant]The answer is"
     )  # fmt: skip
+
+
+def test_items_of_a_response_take_the_same_way(gateway: GatewayUnderTest):
+    items: Any = [
+        {"role": "user", "content": "U1"},
+        {"type": "function_call", "call_id": "c", "name": "tide", "arguments": "{"},
+        {"type": "function_call_output", "call_id": "c", "output": "R1"},
+        {"role": "developer", "content": [{"type": "input_text", "text": "S2"}]},
+        {"role": "user", "content": "U2"},
+    ]
+    with OpenAI(
+        base_url=gateway.url + "/v1", api_key=ADMIN_KEY, _strict_response_validation=True
+    ) as client:
+        answer = client.responses.create(model="m-strict", input=items, instructions="S1")
+        with pytest.raises(BadRequestError) as refused:
+            client.responses.create(model="m-strict", input="REFUSE")
+    assert refused.value.param == "input"
+    assert answer.output_text == "U2"
+    assert answer.usage is not None
+    assert answer.usage.input_tokens == len(
+        "[user]S1\n\nS2\n\nU1"
+        '[assistant]<tool_call>\n{"name": "tide", "arguments": {}\n</tool_call>'
+        "[user]<tool_response>\nR1\n</tool_response>\n\nU2[assistant]"
+    )
 
 
 def test_variables_of_the_template(gateway: GatewayUnderTest):
