@@ -250,6 +250,46 @@ def test_schemas_may_be_so_large_and_no_larger(shared_gateway: GatewayUnderTest)
     assert "131072 bytes" in assert_error(refused, 400, param="tools")["message"]
 
 
+def _nested(depth: int) -> dict[str, Any]:
+    schema: dict[str, Any] = {"type": "object"}
+    for _ in range(depth):
+        schema = {"type": "object", "properties": {"a": schema}, "required": ["a"]}
+    return schema
+
+
+HOSTILE: dict[str, Any] = {
+    "deep": _nested(40),
+    "deeper": _nested(64),
+    "wide": {"properties": {f"p{i}": {"type": "string"} for i in range(10_000)}},
+    "heavy": {"properties": {"a": {"description": "x" * 1_000_000}}},
+    "backtracking": {"properties": {"a": {"type": "string", "pattern": "^(a+)+(b|c*)*$"}}},
+    "counting": {"properties": {"a": {"type": "string", "pattern": "((a{1,99}){1,99}){1,99}"}}},
+    "endless": {"$defs": {"a": {"$ref": "#/$defs/a"}}, "properties": {"a": {"$ref": "#/$defs/a"}}},
+    "baseless": {
+        "$defs": {"a": {"required": ["a"], "properties": {"a": {"$ref": "#/$defs/a"}}}},
+        "properties": {"a": {"$ref": "#/$defs/a"}},
+    },
+    "foreign": {"properties": {"a": {"$ref": "http://127.0.0.1:9/schema.json"}}},
+    "odd": {"properties": {"\u0000\U0001f30a": {"enum": ["\u2028", "</tool_call>", '"']}}},
+    "many": {"properties": {"a": {"type": "array", "minItems": 10**9, "items": {}}}},
+    "choices": {"anyOf": [{"properties": {f"p{i}": {"const": i}}} for i in range(500)]},
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_hostile_schemas_are_refused_or_served(shared_gateway: GatewayUnderTest, name: str):
+    function = {"name": "f", "parameters": HOSTILE[name]}
+    for extra in ({}, {"strict": True}):
+        tools = [{"type": "function", "function": {**function, **extra}}]
+        for choice in ("auto", "required"):
+            answer = shared_gateway.chat(tools=tools, tool_choice=choice)
+            if answer.status_code != 200:
+                error = assert_error(answer, 400)
+                assert error["param"].startswith(("tools", "messages"))
+                assert len(answer.content) < 2048
+    assert shared_gateway.chat().status_code == 200
+
+
 def test_log_probabilities_of_every_token(shared_gateway: GatewayUnderTest):
     script = tokens("See " + call("tide", TIDE))
     body = {"tools": TOOLS, "logprobs": True}

@@ -16,6 +16,7 @@ from gateway.domain.openai.tools.grammar import answer_grammar, call_grammar, sc
 from gateway.domain.openai.tools.offer import ToolOffer
 from gateway.domain.openai.tools.parser import CallParser
 from gateway.errors import BadRequestError
+from models.grammar_texts import MAX_TEXT_BYTES
 from models.tokenizer import TextTokenizer
 from workers.protocol import Grammar
 
@@ -101,6 +102,16 @@ async def check_calls(
             "This model cannot be made to call a tool: 'tool_choice' may be 'none' or 'auto'.",
             param="tool_choice",
             code="unsupported_parameter",
+        )
+    if (
+        len(msgspec.json.encode([function.parameters for function in offer.callable]))
+        > MAX_TEXT_BYTES
+    ):
+        # Said at once: to write a grammar of megabytes would hold up all others.
+        raise BadRequestError(
+            f"Invalid 'tools': the schemas have more than {MAX_TEXT_BYTES} bytes.",
+            param="tools",
+            code="invalid_value",
         )
     try:
         await checked(call_grammar(served.format, offer), "tools")
