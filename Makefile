@@ -44,7 +44,7 @@ serve: $(VENV)/.installed ## Start everything on this machine and answer on port
 	@exec $(VENV)/bin/tpugate serve --model $(MODEL) $(ARGS)
 
 test: $(VENV)/.installed $(CLIENTS)/.installed ## Run every test
-	@exec $(VENV)/bin/python -m pytest -n $(JOBS) --maxprocesses 4 --dist loadgroup --no-loadscope-reorder $(ARGS)
+	@exec $(VENV)/bin/python -m pytest -n $(JOBS) --maxprocesses 4 --dist loadscope --no-loadscope-reorder $(ARGS)
 
 clients: $(CLIENTS)/.installed ## Set up the clients that tests/clients/ runs against a server
 
