@@ -4,6 +4,7 @@ A grammar is a JSON schema, a regular expression, or llguidance's dialect of Lar
 hostile one could blow up has a limit here; time and the stack have not: see `models.grammar_check`.
 """
 
+import json
 import re
 from collections.abc import Iterable
 
@@ -11,6 +12,7 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 
 from models.errors import GrammarError
 from models.grammar_texts import MAX_TEXT_BYTES
+from models.schema_bases import has_base
 
 _LIMITS = LLParserLimits(
     max_items_in_row=2_000,
@@ -78,6 +80,8 @@ def _source(kind: str, text: str) -> str:
     """What llguidance takes."""
     try:
         if kind == "json_schema":
+            if not has_base(json.loads(text)):
+                raise GrammarError("nothing that ends matches it.")
             return LLMatcher.grammar_from_json_schema(text)
         if kind == "regex":
             return LLMatcher.grammar_from_regex(text)
