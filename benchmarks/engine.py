@@ -3,6 +3,7 @@
     python -m benchmarks.engine                                  tokens/s at 8, 16, 32 and 64 requests
     python -m benchmarks.engine --rows 32 --context-len 128      few programs: a quick look
     python -m benchmarks.engine --sampling greedy,truncated      what each kind of sampling costs
+    python -m benchmarks.engine --sampling greedy,json,half-json --rows 16 --rounds 5   … and a grammar
     python -m benchmarks.engine --buckets                        milliseconds of a full step per bucket
 
 Programs are kept where a worker keeps them, so only a first run compiles.
@@ -62,17 +63,18 @@ def _medians(rounds: Sequence[EngineFigures]) -> EngineFigures:
 
 
 def throughput(engine: "ModelEngine", loads: Sequence[Sequence[EngineLoad]]) -> str:
-    """Each of `loads` is one row of the table, measured once for each of its seeds."""
-    rows = []
-    for rounds in loads:
-        figures = [measure(engine, load) for load in rounds]
-        for entry in figures:
+    """Each of `loads` is one row of the table, measured once for each of its seeds; they take turns."""
+    figures: list[list[EngineFigures]] = [[] for _ in loads]
+    for turn in zip(*loads, strict=True):
+        for load, taken in zip(turn, figures, strict=True):
+            entry = measure(engine, load)
+            taken.append(entry)
             click.echo(
                 f"{entry.rows} requests, {entry.sampling}: {entry.tokens_per_s} tokens/s, "
                 f"{entry.step_ms} ms a step, host {entry.host_ms} ms",
                 err=True,
             )
-        rows.append(list(asdict(_medians(figures)).values()))
+    rows = [list(asdict(_medians(taken)).values()) for taken in figures]
     return report.table(FIGURES_HEADER, rows)
 
 

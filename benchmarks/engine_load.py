@@ -6,20 +6,40 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from workers.protocol import FinishReason, GenerateRequest, SamplingParams
+from models.grammar_texts import schema_text
+from workers.protocol import FinishReason, GenerateRequest, Grammar, SamplingParams
 
 if TYPE_CHECKING:
     from workers.engine.engine import ModelEngine
 
-SAMPLING: dict[str, dict[str, object]] = {
-    "greedy": {},
-    "temperature": {"temperature": 0.8},
-    "truncated": {"temperature": 0.8, "top_p": 0.9, "top_k": 40},
-    "penalties": {"repetition_penalty": 1.1, "frequency_penalty": 0.2, "presence_penalty": 0.2},
-    "bias": {"logit_bias": ((100, 2.0), (200, -2.0))},
-    "logprobs": {"logprobs": 5},
+PEOPLE = {
+    "type": "array",
+    "minItems": 1000,
+    "items": {
+        "type": "object",
+        "properties": {
+            "name": {"type": "string", "maxLength": 12},
+            "age": {"type": "integer", "minimum": 0, "maximum": 120},
+            "tags": {"type": "array", "items": {"type": "string"}, "maxItems": 3},
+        },
+        "required": ["name", "age", "tags"],
+        "additionalProperties": False,
+    },
 }
-"""Kinds of requests by what they ask of the sampler."""
+"""What no answer of a benchmark is long enough to end."""
+BOUND: dict[str, object] = {"grammar": Grammar("json_schema", schema_text(PEOPLE, strict=True))}
+SAMPLING: dict[str, tuple[dict[str, object], ...]] = {
+    "greedy": ({},),
+    "temperature": ({"temperature": 0.8},),
+    "truncated": ({"temperature": 0.8, "top_p": 0.9, "top_k": 40},),
+    "penalties": ({"repetition_penalty": 1.1, "frequency_penalty": 0.2, "presence_penalty": 0.2},),
+    "bias": ({"logit_bias": ((100, 2.0), (200, -2.0))},),
+    "logprobs": ({"logprobs": 5},),
+    "json": (BOUND,),
+    "half-json": ({}, BOUND),
+    "temperature-json": ({"temperature": 0.8, **BOUND},),
+}
+"""Kinds of requests by what they ask of the sampler; where there are several, requests take turns."""
 FIRST_WORD = 1000
 """Lower token ids are control tokens and single bytes."""
 
@@ -74,7 +94,8 @@ def requests(load: EngineLoad) -> Iterator[GenerateRequest]:
 
     prefix = words(shared, load.prefix_len)
     for index in range(load.num_requests):
-        settings = {"temperature": 0.0, "seed": index, **SAMPLING[load.sampling]}
+        kinds = SAMPLING[load.sampling]
+        settings = {"temperature": 0.0, "seed": index, **kinds[index % len(kinds)]}
         yield GenerateRequest(
             request_id=f"{load.seed}-{load.rows}-{load.sampling}-{index}",
             model="benchmark",
