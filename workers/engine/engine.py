@@ -27,7 +27,13 @@ from workers.engine.interface import EXPIRED, EngineStats
 from workers.engine.kv_cache import BlockTable, KVCache, salt_of
 from workers.engine.model_runner import ModelRunner, StepHandle
 from workers.engine.output_processor import ChoiceOutput, Emission, TokenizerDetokenizer
-from workers.engine.outputs import PrefillSegment, StepPlan, StepResults, is_current
+from workers.engine.outputs import (
+    PrefillSegment,
+    StepPlan,
+    StepResults,
+    is_current,
+    score_prompts,
+)
 from workers.engine.request import Sequence, Status, fold_seed
 from workers.engine.resident import Resident
 from workers.engine.scheduler import Scheduler
@@ -293,7 +299,7 @@ class ModelEngine:
     def _emit(self, plan: StepPlan, results: StepResults) -> list[OutputDelta]:
         """Hand each sampled token to its sequence; gives what clients get to see."""
         self._count(plan)
-        _score(plan, results)
+        score_prompts(plan, results)
         deltas: list[OutputDelta] = []
         for sample in plan.samples:
             sequence, token = sample.sequence, results.tokens[sample.place]
@@ -303,19 +309,17 @@ class ModelEngine:
             sequence.token_ids.append(token)
             sequence.table.publish(sequence.token_ids, sequence.num_computed)
             self._num_generated += 1
+            binding = sequence.binding
+            if binding is not None:
+                binding.advance(token)
+                if binding.error is not None:
+                    deltas += self._refuse(sequence.request.request_id, binding.error)
+                    continue
             if results.logprobs is not None:
                 sequence.logprobs.add(results.logprobs, sample.place, token)
-            if sequence.binding is None:
-                deltas += self._advance(sequence, sequence.output.push(token))
-            else:
-                deltas += self._advance_bound(sequence, sequence.binding, token)
+            is_last = binding is not None and binding.is_over
+            deltas += self._advance(sequence, sequence.output.push(token, is_last=is_last))
         return deltas
-
-    def _advance_bound(self, sequence: Sequence, binding: Binding, token: int) -> list[OutputDelta]:
-        binding.advance(token)
-        if binding.error is not None:
-            return self._refuse(sequence.request.request_id, binding.error)
-        return self._advance(sequence, sequence.output.push(token, is_last=binding.is_over))
 
     def _advance(self, sequence: Sequence, emission: Emission) -> list[OutputDelta]:
         resident = self._residents[sequence.request.request_id]
@@ -404,10 +408,3 @@ class ModelEngine:
         if self._num_failed_steps >= MAX_FAILED_STEPS:
             raise
         log.exception("a step failed on the device; running requests start again from their tokens")
-
-
-def _score(plan: StepPlan, results: StepResults) -> None:
-    """Hand the log-probabilities of prompt tokens to their choices."""
-    for token in plan.scored:
-        if results.logprobs is not None and is_current(token.segment):
-            token.sequence.logprobs.score(results.logprobs, token.place, token.position)

@@ -187,6 +187,13 @@ def is_current(entry: DecodeRow | PrefillSegment) -> bool:
     return sequence.epoch == entry.epoch and sequence.status is Status.RUNNING
 
 
+def score_prompts(plan: StepPlan, results: StepResults) -> None:
+    """Hand the log-probabilities of prompt tokens to their choices."""
+    for token in plan.scored:
+        if results.logprobs is not None and is_current(token.segment):
+            token.sequence.logprobs.score(results.logprobs, token.place, token.position)
+
+
 def _is_penalised(sampling: SamplingParams) -> bool:
     return bool(
         sampling.repetition_penalty != 1
