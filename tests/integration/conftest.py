@@ -16,7 +16,16 @@ StartGateway = Callable[..., GatewayUnderTest]
 @pytest.fixture(scope="module")
 def shared_gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[GatewayUnderTest]:
     """A gateway and a ready worker of the scripted model `m-small`, with a Valkey of their own."""
-    folder: Path = tmp_path_factory.mktemp("shared")
+    yield from _served(tmp_path_factory.mktemp("shared"))
+
+
+@pytest.fixture(scope="session")
+def steady_gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[GatewayUnderTest]:
+    """The same, for modules that count nothing and break nothing: one for all of them."""
+    yield from _served(tmp_path_factory.mktemp("steady"))
+
+
+def _served(folder: Path) -> Iterator[GatewayUnderTest]:
     with (
         OwnValkey() as valkey,
         WorkerUnderTest(valkey.url, "shared", folder / "worker.log"),

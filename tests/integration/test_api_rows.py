@@ -22,19 +22,19 @@ UNSUPPORTED = ("unsupported_parameter", "unsupported_value")
 
 
 @pytest.fixture(scope="module")
-def stored_id(shared_gateway: GatewayUnderTest) -> str:
+def stored_id(steady_gateway: GatewayUnderTest) -> str:
     body = {"model": "m-small", "input": "one"}
-    return str(shared_gateway.client.post("/v1/responses", json=body).json()["id"])
+    return str(steady_gateway.client.post("/v1/responses", json=body).json()["id"])
 
 
 @pytest.mark.parametrize("row", rows(), ids=lambda row: f"{row.route}:{row.name}")
-def test_a_row(shared_gateway: GatewayUnderTest, stored_id: str, row: Row):
+def test_a_row(steady_gateway: GatewayUnderTest, stored_id: str, row: Row):
     for fields in row.taken:
-        answer = ask(shared_gateway, row.route, stored_id, fields)
+        answer = ask(steady_gateway, row.route, stored_id, fields)
         assert answer.status_code == 200, (fields, answer.text)
         assert 'data: {"error"' not in answer.text
     for number, fields in enumerate(row.refused):
-        answer = ask(shared_gateway, row.route, stored_id, fields)
+        answer = ask(steady_gateway, row.route, stored_id, fields)
         if row.route.startswith("POST /v1/messages"):
             assert (answer.status_code, answer.json()["type"]) == (400, "error"), fields
             assert row.name in answer.json()["error"]["message"], answer.text
@@ -47,9 +47,9 @@ def test_a_row(shared_gateway: GatewayUnderTest, stored_id: str, row: Row):
 
 
 @pytest.mark.parametrize("route", REQUIRED)
-def test_null_is_not_given(shared_gateway: GatewayUnderTest, route: str):
+def test_null_is_not_given(steady_gateway: GatewayUnderTest, route: str):
     fields = {row.name for row in rows() if row.route == route} - {"model", *REQUIRED[route]}
-    answer = ask(shared_gateway, route, "", dict.fromkeys(fields))
+    answer = ask(steady_gateway, route, "", dict.fromkeys(fields))
     assert answer.status_code == 200, answer.text
     assert answer.headers["content-type"].startswith("application/json")
 

@@ -227,9 +227,9 @@ def assert_well_formed(path: str, answer: httpx.Response) -> None:
 
 
 @pytest.mark.parametrize("path", GOOD)
-def test_every_body_gets_an_answer(shared_gateway: GatewayUnderTest, path: str):
+def test_every_body_gets_an_answer(steady_gateway: GatewayUnderTest, path: str):
     for good in GOOD[path]:
-        answer = shared_gateway.client.post(path, json={"model": "m-small", **good})
+        answer = steady_gateway.client.post(path, json={"model": "m-small", **good})
         assert_well_formed(path, answer)
 
     # How fast bodies are drawn says nothing on a busy machine.
@@ -242,13 +242,13 @@ def test_every_body_gets_an_answer(shared_gateway: GatewayUnderTest, path: str):
     @given(bodies(path))
     def send(body: tuple[bytes, dict[str, str]]) -> None:
         content, headers = body
-        answer = shared_gateway.client.post(path, content=content, headers=headers)
+        answer = steady_gateway.client.post(path, content=content, headers=headers)
         assert_well_formed(path, answer)
 
     send()
-    assert shared_gateway.chat(script=["good"]).json()["choices"][0]["message"]["content"] == "good"
+    assert steady_gateway.chat(script=["good"]).json()["choices"][0]["message"]["content"] == "good"
     active = "tpugate_gateway_requests_active"
-    wait_until(lambda: shared_gateway.metric(active) == 0, "no request is left")
-    with redis.Redis.from_url(shared_gateway.redis_url) as queue:
+    wait_until(lambda: steady_gateway.metric(active) == 0, "no request is left")
+    with redis.Redis.from_url(steady_gateway.redis_url) as queue:
         wait_until(lambda: queue.xlen(requests_stream("m-small")) == 0, "nothing is queued")
-    assert "Traceback" not in shared_gateway.output
+    assert "Traceback" not in steady_gateway.output

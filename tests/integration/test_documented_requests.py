@@ -46,8 +46,8 @@ def test_each_kind_of_parameter_has_an_example():
     }
 
 
-def test_each_route_that_takes_a_body_has_an_example(shared_gateway: GatewayUnderTest):
-    paths = shared_gateway.client.get("/schema/openapi.json").json()["paths"]
+def test_each_route_that_takes_a_body_has_an_example(steady_gateway: GatewayUnderTest):
+    paths = steady_gateway.client.get("/schema/openapi.json").json()["paths"]
     takes = {path for path, item in paths.items() if "requestBody" in item.get("post", {})}
     assert {path for path, _ in EXAMPLES} == {path for path in takes if "/admin/" not in path}
     for path in takes:
@@ -56,13 +56,13 @@ def test_each_route_that_takes_a_body_has_an_example(shared_gateway: GatewayUnde
 
 
 @pytest.mark.parametrize(("path", "body"), COMPLETIONS, ids=names(COMPLETIONS))
-def test_a_documented_request(shared_gateway: GatewayUnderTest, path: str, body: dict[str, Any]):
+def test_a_documented_request(steady_gateway: GatewayUnderTest, path: str, body: dict[str, Any]):
     body = {**body, "model": "m-small"}
-    whole = shared_gateway.client.post(path, json=body)
+    whole = steady_gateway.client.post(path, json=body)
     assert whole.status_code == 200, whole.text
     choices = whole.json()["choices"]
     assert len(choices) == body.get("n", 1)
-    streamed = shared_gateway.client.post(path, json={**body, "stream": True})
+    streamed = steady_gateway.client.post(path, json={**body, "stream": True})
     assert streamed.status_code == 200, streamed.text
     chunks = events(streamed.text)
     assert chunks[-1] == "[DONE]"
@@ -95,14 +95,14 @@ def text_of(path: str, answer: dict[str, Any]) -> str:
 
 @pytest.mark.parametrize(("path", "body"), OTHERS, ids=names(OTHERS))
 def test_a_documented_request_of_another_surface(
-    shared_gateway: GatewayUnderTest, path: str, body: dict[str, Any]
+    steady_gateway: GatewayUnderTest, path: str, body: dict[str, Any]
 ):
     body = {**body, "model": "m-small"}
-    whole = shared_gateway.client.post(path, json=body)
+    whole = steady_gateway.client.post(path, json=body)
     assert whole.status_code == 200, whole.text
     assert text_of(path, whole.json())
     if path in ("/v1/responses", "/v1/messages"):
-        streamed = shared_gateway.client.post(path, json={**body, "stream": True})
+        streamed = steady_gateway.client.post(path, json={**body, "stream": True})
         assert streamed.status_code == 200, streamed.text
         told = [json.loads(line[6:]) for line in streamed.text.splitlines() if line[:6] == "data: "]
         assert told[-1]["type"] in ("response.completed", "message_stop")

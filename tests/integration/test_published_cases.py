@@ -41,7 +41,7 @@ def test_every_case_has_tests_of_its_own(case: dict[str, Any]):
 
 @pytest.mark.parametrize(("request_", "body"), _requests())
 def test_a_request_of_the_collection(
-    shared_gateway: GatewayUnderTest, request_: dict[str, Any], body: dict[str, Any]
+    steady_gateway: GatewayUnderTest, request_: dict[str, Any], body: dict[str, Any]
 ):
     headers = _script(request_) or _call(body)
     path = request_["path"]
@@ -49,7 +49,7 @@ def test_a_request_of_the_collection(
         asked = {**body, "stream": stream}
         if not stream:
             asked.pop("stream_options", None)
-        answer = shared_gateway.client.post(path, json=asked, headers=headers)
+        answer = steady_gateway.client.post(path, json=asked, headers=headers)
         assert answer.status_code in (200, 400, 404), answer.text
         if answer.status_code != 200:
             error = assert_error(answer, answer.status_code, type="invalid_request_error")

@@ -95,9 +95,9 @@ TIDE_CALL = call("lookup_tide", {"harbour": "Port Ness"})
 
 
 @pytest.mark.parametrize("choice", ["auto", "required"])
-def test_c07_a_call(shared_gateway: GatewayUnderTest, choice: str):
+def test_c07_a_call(steady_gateway: GatewayUnderTest, choice: str):
     for content, calls, reason in whole_and_streamed(
-        shared_gateway, TIDE_CALL, tools=[TIDE], tool_choice=choice
+        steady_gateway, TIDE_CALL, tools=[TIDE], tool_choice=choice
     ):
         assert (content, reason) == ("", "tool_calls")
         ((name, arguments),) = calls
@@ -105,21 +105,21 @@ def test_c07_a_call(shared_gateway: GatewayUnderTest, choice: str):
         assert json.loads(arguments) == {"harbour": "Port Ness"}
 
 
-def test_c07_text_where_a_call_was_possible(shared_gateway: GatewayUnderTest):
-    told = whole_and_streamed(shared_gateway, ["It is ", "high."], tools=[TIDE], tool_choice="auto")
+def test_c07_text_where_a_call_was_possible(steady_gateway: GatewayUnderTest):
+    told = whole_and_streamed(steady_gateway, ["It is ", "high."], tools=[TIDE], tool_choice="auto")
     assert told == [("It is high.", [], "stop")] * 2
 
 
-def test_c07_no_call_wanted(shared_gateway: GatewayUnderTest):
+def test_c07_no_call_wanted(steady_gateway: GatewayUnderTest):
     script = ["Use ", "<tools>", ' for {"name": 1}']
-    told = whole_and_streamed(shared_gateway, script, tools=[TIDE], tool_choice="none")
+    told = whole_and_streamed(steady_gateway, script, tools=[TIDE], tool_choice="none")
     assert told == [("".join(script), [], "stop")] * 2
 
 
-def test_c07_a_named_function(shared_gateway: GatewayUnderTest):
+def test_c07_a_named_function(steady_gateway: GatewayUnderTest):
     choice = {"type": "function", "function": {"name": "lookup_moon"}}
     script = call("lookup_moon", {"day": "today"})
-    told = whole_and_streamed(shared_gateway, script, tools=[TIDE, MOON], tool_choice=choice)
+    told = whole_and_streamed(steady_gateway, script, tools=[TIDE, MOON], tool_choice=choice)
     assert told[0][2] == told[1][2]
     for _, calls, reason in told:
         ((name, arguments),) = calls
@@ -127,8 +127,8 @@ def test_c07_a_named_function(shared_gateway: GatewayUnderTest):
         assert reason in ("stop", "tool_calls")
 
 
-def test_c07_a_required_call_that_does_not_come(shared_gateway: GatewayUnderTest):
-    answer = ask(shared_gateway, ["no"], tools=[TIDE], tool_choice="required")
+def test_c07_a_required_call_that_does_not_come(steady_gateway: GatewayUnderTest):
+    answer = ask(steady_gateway, ["no"], tools=[TIDE], tool_choice="required")
     if answer.status_code == 200:
         assert answer.json()["choices"][0]["finish_reason"] != "tool_calls"
     else:
@@ -136,13 +136,13 @@ def test_c07_a_required_call_that_does_not_come(shared_gateway: GatewayUnderTest
 
 
 @pytest.mark.parametrize("mode", ["auto", "required"])
-def test_c07_allowed_tools(shared_gateway: GatewayUnderTest, mode: str):
+def test_c07_allowed_tools(steady_gateway: GatewayUnderTest, mode: str):
     named = [{"type": "function", "function": {"name": "lookup_tide"}}]
     choice = {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": named}}
     both = {"tools": [TIDE, MOON], "tool_choice": choice}
-    for _, calls, _ in whole_and_streamed(shared_gateway, TIDE_CALL, **both):
+    for _, calls, _ in whole_and_streamed(steady_gateway, TIDE_CALL, **both):
         assert [name for name, _ in calls] == ["lookup_tide"]
-    moon = ask(shared_gateway, call("lookup_moon", {"day": "today"}), **both)
+    moon = ask(steady_gateway, call("lookup_moon", {"day": "today"}), **both)
     if moon.status_code == 200:
         calls = moon.json()["choices"][0]["message"].get("tool_calls") or []
         assert "lookup_moon" not in [item["function"]["name"] for item in calls]
@@ -150,24 +150,24 @@ def test_c07_allowed_tools(shared_gateway: GatewayUnderTest, mode: str):
 
 @pytest.mark.parametrize("tools", [None, []])
 @pytest.mark.parametrize("choice", [None, "none", "auto"])
-def test_c07_no_tools(shared_gateway: GatewayUnderTest, tools: Any, choice: Any):
-    answer = ask(shared_gateway, ["hi"], tools=tools, tool_choice=choice)
+def test_c07_no_tools(steady_gateway: GatewayUnderTest, tools: Any, choice: Any):
+    answer = ask(steady_gateway, ["hi"], tools=tools, tool_choice=choice)
     if answer.status_code != 200:
         assert choice == "auto" or tools == []
         assert_error(answer, 400)
 
 
-def test_c07_an_unknown_function(shared_gateway: GatewayUnderTest):
+def test_c07_an_unknown_function(steady_gateway: GatewayUnderTest):
     choice: dict[str, Any] = {"type": "function", "function": {"name": "no_such"}}
     for stream in (False, True):
-        refused = ask(shared_gateway, [], tools=[TIDE], tool_choice=choice, stream=stream)
+        refused = ask(steady_gateway, [], tools=[TIDE], tool_choice=choice, stream=stream)
         error = assert_error(refused, 400)
         assert error["param"].startswith("tool_choice")
 
 
-def test_x03_a_call_that_is_cut(shared_gateway: GatewayUnderTest):
+def test_x03_a_call_that_is_cut(steady_gateway: GatewayUnderTest):
     for content, calls, reason in whole_and_streamed(
-        shared_gateway, TIDE_CALL, tools=[TIDE], tool_choice="required", max_tokens=6
+        steady_gateway, TIDE_CALL, tools=[TIDE], tool_choice="required", max_tokens=6
     ):
         assert reason == "length"
         assert "tool_call" not in content
@@ -184,16 +184,16 @@ def test_x03_a_call_that_is_cut(shared_gateway: GatewayUnderTest):
     ],
 )
 def test_x09_thoughts_are_no_text(
-    shared_gateway: GatewayUnderTest, script: list[str], limits: Any, expected: Any
+    steady_gateway: GatewayUnderTest, script: list[str], limits: Any, expected: Any
 ):
     thought, content, reason, least = expected
-    whole = ask(shared_gateway, script, **limits).json()
+    whole = ask(steady_gateway, script, **limits).json()
     message, usage = whole["choices"][0]["message"], whole["usage"]
     assert message["reasoning_content"] == message["reasoning"] == thought
     assert (message["content"], whole["choices"][0]["finish_reason"]) == (content, reason)
     counted = usage["completion_tokens_details"]["reasoning_tokens"]
     assert least <= counted <= usage["completion_tokens"]
-    streamed = ask(shared_gateway, script, **limits, stream=True).text
+    streamed = ask(steady_gateway, script, **limits, stream=True).text
     assert "think>" not in streamed
     chunks = events(streamed)
     deltas = [chunk["choices"][0]["delta"] for chunk in chunks[:-1]]
