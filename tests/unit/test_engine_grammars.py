@@ -13,6 +13,7 @@ from models.errors import GrammarError
 from tests.contract.test_worker_engine import Collected, run
 from tests.fakes.toy_device import EOS, NUM_TOKENS, toy_vocabulary
 from tests.fakes.toy_engine import CONTEXT_LEN, expected_answer, new_request, toy_engine
+from workers.engine import binding
 from workers.engine import grammars as module
 from workers.engine.binding import bar
 from workers.engine.engine import ModelEngine
@@ -110,11 +111,25 @@ def test_an_answer_that_its_grammar_cannot_follow_ends_alone(engine: ModelEngine
     while len(sequence.token_ids) < 6:
         collected.take(engine.step())
     assert sequence.binding is not None
-    sequence.binding.matcher.consume_token(1)
+    sequence.binding._matcher.consume_token(1)
     run(engine, collected)
     last = collected.deltas[broken.request_id][-1]
     assert (last.finish_reason, last.param) == (FinishReason.ERROR, "guided_regex")
     assert collected.ends(good.request_id)[0] is not FinishReason.ERROR
+
+
+def test_an_answer_whose_grammar_is_too_slow_to_follow_ends(
+    engine: ModelEngine, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(binding, "MOST_OF_A_TOKEN_S", 0.0)
+    monkeypatch.setattr(binding, "GRACE_S", 0.0)
+    slow, free = bound(LETTERS), bound(None)
+    for request in (slow, free):
+        engine.add(request)
+    collected = run(engine)
+    last = collected.deltas[slow.request_id][-1]
+    assert (last.error, last.param) == (binding.TOO_SLOW, "guided_regex")
+    assert collected.ends(free.request_id)[0] is not FinishReason.ERROR
 
 
 def test_a_grammar_that_takes_too_long_is_given_up(

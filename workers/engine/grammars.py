@@ -14,8 +14,7 @@ from collections.abc import Callable, Collection
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 
 import numpy as np
-from llguidance import LLExecutor, LLMatcher, LLTokenizer
-from llguidance.numpy import fill_next_token_bitmask_par
+from llguidance import LLMatcher, LLTokenizer
 from numpy.typing import NDArray
 
 from models.errors import GrammarError
@@ -43,7 +42,6 @@ class Grammars:
         self._num_words = -(-vocab_size // 32)
         self._threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="grammar")
         self._vocabulary = self._threads.submit(vocabulary)
-        self._executor = LLExecutor()
         self._kept: OrderedDict[tuple[str, str], _Compiling] = OrderedDict()
         self._waiting: dict[str, _Compiling] = {}
         """By request."""
@@ -96,20 +94,12 @@ class Grammars:
         Unbound samples may draw any, and so may those whose token nobody waits for.
         """
         masks = np.full((plan.bucket.num_samples, self._num_words), -1, np.int32)
-        bound = [
-            (sample, sample.sequence.binding)
-            for sample in plan.bound
-            if sample.sequence.binding is not None and is_current(sample.entry)
-        ]
-        matchers = [(binding.matcher, sample.place) for sample, binding in bound]
-        if matchers:
-            fill_next_token_bitmask_par(self._executor, matchers, masks)
-        for sample, binding in bound:
-            binding.note_error()
-            if binding.error is not None:
-                masks[sample.place] = -1
-            elif barred := _barred(sample):
-                bar(masks[sample.place], barred)
+        for sample in plan.bound:
+            binding = sample.sequence.binding
+            if binding is not None and is_current(sample.entry):
+                binding.fill(masks, sample.place)
+                if barred := _barred(sample):
+                    bar(masks[sample.place], barred)
         return masks
 
 
