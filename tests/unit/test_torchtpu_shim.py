@@ -122,9 +122,12 @@ def test_built_once_and_kept(shim):
     assert shim.stat().st_mtime_ns == written
 
 
-def test_builds_at_once_do_not_meet(small_sources, tmp_path):
-    with ThreadPoolExecutor(2) as pool:
-        paths = set(pool.map(build_shim, [tmp_path] * 2))
+def test_of_builds_at_once_one_compiles(small_sources, tmp_path, monkeypatch):
+    compiled, plainly = [], build._compile
+    monkeypatch.setattr(build, "_compile", lambda *args: (compiled.append(args), plainly(*args)))
+    with ThreadPoolExecutor(4) as pool:
+        paths = set(pool.map(build_shim, [tmp_path] * 4))
+    assert len(compiled) == 1
     assert len(paths) == 1
     (path,) = paths
     assert {*(tmp_path / "pjrt_cpu").iterdir()} == {path, path.with_suffix(".sha256")}

@@ -1,9 +1,12 @@
 """Builds the PJRT shim and its kernels from C, once for each source, compiler and processor."""
 
+import fcntl
 import hashlib
 import os
 import subprocess
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from torchtpu.environment import find_on_path, processor_flags
@@ -16,7 +19,8 @@ COMPILERS = ("cc", "gcc", "clang")
 _FLAGS = ("-O3", "-std=gnu11", "-fPIC", "-shared", "-fvisibility=hidden", "-Wno-psabi")
 _NATIVE = "-march=native"
 _LIBRARIES = ("-ldl", "-lpthread", "-lm")
-_COMPILE_TIMEOUT_S = 120
+_COMPILE_TIMEOUT_S = 1200
+"""It takes 20 seconds of a core, which may be a slow one with other work."""
 
 
 def find_compiler() -> Path:
@@ -38,7 +42,8 @@ def compiler_version(compiler: Path) -> str:
 def build_shim(cache_dir: Path) -> Path:
     """Path of the built shim under `cache_dir`, compiling it if it is not there or damaged.
 
-    Safe in several processes at once: each compiles to a file of its own and renames it into place.
+    Safe in several processes at once: one compiles to a file of its own and renames it into place, and the
+    others wait for it.
     Raises NoCompilerError, or ShimBuildError when the compiler fails or the cache cannot be written.
     """
     compiler = find_compiler()
@@ -52,7 +57,9 @@ def build_shim(cache_dir: Path) -> Path:
         return target
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=target.parent) as folder:
+        with _alone_in(target.parent), tempfile.TemporaryDirectory(dir=target.parent) as folder:
+            if _is_whole(target):
+                return target
             built = Path(folder) / "shim.so"
             _compile(compiler, built)
             digest = Path(folder) / "digest"
@@ -73,6 +80,18 @@ def _compile(compiler: Path, target: Path) -> None:
     except ShimBuildError:
         # Some compilers do not know the processor they run on.
         _run(command)
+
+
+@contextmanager
+def _alone_in(folder: Path) -> Iterator[None]:
+    """While no other process or thread is, where the file system has locks."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        with suppress(OSError):
+            fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(handle)
 
 
 def _is_whole(shim: Path) -> bool:
