@@ -25,6 +25,8 @@ _LIMITS = LLParserLimits(
     verbose_errors=False,
 )
 _SPECIAL = re.compile(r"<[^<>\s\"\[\]]{1,64}>")
+_JSON_RULE = re.compile(r"%json\s*(?=\{)")
+_DECODER = json.JSONDecoder()
 _NUM_BYTES = 256
 
 
@@ -85,9 +87,27 @@ def _source(kind: str, text: str) -> str:
             return LLMatcher.grammar_from_json_schema(text)
         if kind == "regex":
             return LLMatcher.grammar_from_regex(text)
-        return LLMatcher.grammar_from_lark(_lark(text))
+        lark = _lark(text)
+        _check_bases(lark)
+        return LLMatcher.grammar_from_lark(lark)
     except (ValueError, RecursionError) as error:
         raise GrammarError(f"it cannot be read: {error}"[:300]) from error
+
+
+def _check_bases(lark: str) -> None:
+    """Raises `GrammarError`, with the place as llguidance tells it, for a schema within that has no base."""
+    for mark in _JSON_RULE.finditer(lark):
+        try:
+            schema, _ = _DECODER.raw_decode(lark, mark.end())
+        except ValueError:
+            continue  # the compiler's to judge
+        if not has_base(schema):
+            line = lark.count("\n", 0, mark.start()) + 1
+            column = mark.start() - lark.rfind("\n", 0, mark.start())
+            place = f"at {line}({column})"
+            raise GrammarError(
+                f"{place}: failed to compile JSON schema: nothing that ends matches it"
+            )
 
 
 def _lark(text: str) -> str:

@@ -8,7 +8,12 @@ import pytest
 from gateway.domain.openai.parts import ToolArguments, ToolCall
 from gateway.domain.openai.tool_schemas import FunctionDefinition
 from gateway.domain.openai.tools.formats import framing
-from gateway.domain.openai.tools.grammar import MAX_CALLS, answer_grammar, call_grammar
+from gateway.domain.openai.tools.grammar import (
+    MAX_CALLS,
+    answer_grammar,
+    call_grammar,
+    schema_fault,
+)
 from gateway.domain.openai.tools.offer import ToolOffer
 from gateway.domain.openai.tools.parser import CallParser
 from models.chat_format import TOOL_FORMATS, ChatFormat, ToolFormat
@@ -211,3 +216,16 @@ def test_what_binds_nothing():
     assert answer_grammar(ChatFormat(), None, ASKED, is_open=False) is ASKED
     own = Grammar("lark", 'start: "x"')
     assert answer_grammar(ChatFormat("hermes", THINK), None, own, is_open=False) is own
+
+
+def test_a_tool_whose_arguments_never_end_is_named():
+    endless = {
+        "type": "object",
+        "properties": {"inner": {"$ref": "#"}},
+        "required": ["inner"],
+    }
+    functions = (*FUNCTIONS, FunctionDefinition(name="well", parameters=endless))
+    grammar = call_grammar(ChatFormat(), ToolOffer(functions, functions, True, True))
+    error = check(grammar.kind, grammar.text)
+    assert error is not None
+    assert schema_fault(error) == (len(FUNCTIONS), "nothing that ends matches it.")
