@@ -27,6 +27,13 @@ _LIMITS = LLParserLimits(
 _SPECIAL = re.compile(r"<[^<>\s\"\[\]]{1,64}>")
 _JSON_RULE = re.compile(r"%json\s*(?=\{)")
 _DECODER = json.JSONDecoder()
+_EXPLANATIONS = (
+    # An expression is compiled within a grammar that the client has not written.
+    (re.compile(r"invalid regex .*\(in regex\): (?:.*error: )?(.*?)(?: in regex .*| 1 \| start: .*)$"), r"\1."),
+    (re.compile(r"Resource '([^']*)' is not present in a registry"), r"'\1' is elsewhere, and never fetched."),
+    (re.compile(r"Too many items"), "it has too many parts, such as properties."),
+)  # fmt: skip
+"""What llguidance says, and what a client is told instead."""
 _NUM_BYTES = 256
 
 
@@ -74,8 +81,11 @@ def explained(matcher: LLMatcher) -> str:
         return "it cannot be followed."
     if error.startswith("NoExtension"):
         return "nothing matches it."
-    first = error.split("\n<non-verbose/>")[0].strip()
-    return " ".join(first.split())[:300] or "it is no grammar."
+    first = " ".join(error.split("\n<non-verbose/>")[0].split())
+    for pattern, sentence in _EXPLANATIONS:
+        if found := pattern.search(first):
+            return found.expand(sentence)[:300]
+    return first[:300] or "it is no grammar."
 
 
 def _source(kind: str, text: str) -> str:

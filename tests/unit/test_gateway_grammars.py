@@ -79,6 +79,27 @@ def test_what_is_no_grammar_is_refused_by_name(fields: dict[str, Any], param: st
     assert caught.value.param == param
 
 
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [
+        ({"guided_regex": "(a"}, "unclosed group."),
+        ({"guided_regex": r"\bfoo"}, "lookarounds not supported yet"),
+        ({"guided_regex": "(?<=a)b"}, "look-around, including"),
+        (
+            {"guided_json": {"$ref": "https://example.com/a"}},
+            "'https://example.com/a' is elsewhere",
+        ),
+    ],
+)
+def test_the_reason_is_told_without_what_the_client_has_not_written(
+    fields: dict[str, Any], reason: str
+):
+    with pytest.raises(BadRequestError) as caught:
+        asked(True, fields)
+    assert caught.value.message.startswith(f"Invalid '{caught.value.param}': {reason}")
+    assert "start:" not in caught.value.message
+
+
 def test_no_grammar_is_asked_for_by_default():
     assert asked(False, {}) is None
     assert asked(False, {"response_format": {"type": "text"}}) is None

@@ -44,6 +44,9 @@ Choices = Annotated[list[str], Field(min_length=1, max_length=MAX_CHOICES_OF_TEX
 Pattern = Annotated[str, Field(min_length=1)]
 
 
+_KINDS = {"json", "regex", "choice", "grammar", "json_object", "structural_tag"}
+
+
 class StructuredOutputs(_Format):
     """One of them, as vLLM has it."""
 
@@ -54,3 +57,13 @@ class StructuredOutputs(_Format):
     json_object: bool | None = None
     structural_tag: Any = None
     """Not supported."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _names_one(cls, given: object) -> object:
+        """A misspelt kind would bind nothing, and nobody would see it."""
+        if isinstance(given, dict) and given and not given.keys() & _KINDS:
+            raise PydanticCustomError(
+                "no_kind", "It names none of: {kinds}.", {"kinds": ", ".join(sorted(_KINDS))}
+            )
+        return given
