@@ -143,7 +143,9 @@ class _BoundedProtocol(HttpToolsProtocol):
     def _refuse(self, error: GatewayError) -> None:
         """Answer and close; only close if another answer of this connection is not finished."""
         self._forget_arrival()
-        if self.cycle is None or self.cycle.response_complete:
+        # Its body is what is wrong, and it is not one of several requests.
+        is_this_one = self._in_body and not self.pipeline and not self.cycle.response_started
+        if self.cycle is None or self.cycle.response_complete or is_this_one:
             body = error_body(error)
             lines = [
                 b"HTTP/1.1 %d %b" % (error.status, _REASONS[error.status]),

@@ -50,6 +50,8 @@ def post(gateway: GatewayUnderTest, content: bytes, **headers: str) -> httpx.Res
         b"BREW /v1/models HTTP/1.1\r\n\r\n",
         f"{HEAD}content-length: -5\r\n\r\n".encode(),
         f"{HEAD}content-length: 1\r\ntransfer-encoding: chunked\r\n\r\n0\r\n\r\n".encode(),
+        f"{HEAD}transfer-encoding: chunked\r\n\r\nZZ\r\n{{}}\r\n".encode(),
+        f"{HEAD}transfer-encoding: chunked\r\n\r\n2\r\n{{}}no end\r\n".encode(),
     ],
 )
 def test_what_is_no_http_gets_an_error_object(shared_gateway: GatewayUnderTest, data: bytes):
