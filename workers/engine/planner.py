@@ -110,7 +110,12 @@ def capture_steps(
     import torch
 
     stand_in = dataclasses.replace(
-        device, platform="tpu", torch_device=torch.device("meta"), memory_bytes=chip.hbm_bytes
+        device,
+        platform="tpu",
+        torch_device=torch.device("meta"),
+        memory_bytes=chip.hbm_bytes,
+        has_native_attention=False,
+        has_native_linear=False,
     )
     return _Planner(config, stand_in, local, lambda what, share: None).capture(choose)
 
