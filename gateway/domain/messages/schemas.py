@@ -2,9 +2,10 @@
 
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, model_validator
+from pydantic import BaseModel, Discriminator, Field, Tag, model_validator
 from pydantic_core import PydanticCustomError
 
+from gateway.domain.openai.message_schemas import Body, string_or_list
 from gateway.domain.openai.numbers import whole
 
 _NEEDED = {
@@ -17,20 +18,10 @@ _NEEDED = {
 }
 
 
-def _string_or_list(value: object) -> str | None:
-    if isinstance(value, str):
-        return "|string"
-    return "|list" if isinstance(value, list) else None
+M = TypeVar("M", bound=Body)
 
 
-class _Body(BaseModel):
-    model_config = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False, frozen=True)
-
-
-M = TypeVar("M", bound=_Body)
-
-
-class TextBlock(_Body):
+class TextBlock(Body):
     """Of a system prompt or of a tool's result."""
 
     type: str
@@ -45,11 +36,11 @@ class TextBlock(_Body):
 
 TextContent = Annotated[
     Annotated[str, Tag("|string")] | Annotated[list[TextBlock], Tag("|list")],
-    Discriminator(_string_or_list),
+    Discriminator(string_or_list),
 ]
 
 
-class Block(_Body):
+class Block(Body):
     """One content block of a message."""
 
     type: str
@@ -68,16 +59,16 @@ class Block(_Body):
         return _complete(self, _NEEDED[self.type])
 
 
-class InputMessage(_Body):
+class InputMessage(Body):
     role: Literal["user", "assistant", "system"]
     content: Annotated[
         Annotated[str, Tag("|string")]
         | Annotated[Annotated[list[Block], Field(min_length=1)], Tag("|list")],
-        Discriminator(_string_or_list),
+        Discriminator(string_or_list),
     ]
 
 
-class Tool(_Body):
+class Tool(Body):
     type: str | None = None
     name: str
     description: str | None = None
@@ -93,7 +84,7 @@ class Tool(_Body):
         return _complete(self, ("input_schema",))
 
 
-class ToolChoice(_Body):
+class ToolChoice(Body):
     type: Literal["auto", "any", "tool", "none"]
     name: str | None = None
     disable_parallel_tool_use: bool | None = None
@@ -103,21 +94,21 @@ class ToolChoice(_Body):
         return _complete(self, ("name",) if self.type == "tool" else ())
 
 
-class Thinking(_Body):
+class Thinking(Body):
     type: Literal["enabled", "disabled", "adaptive", "between_tools"]
 
 
-class OutputFormat(_Body):
+class OutputFormat(Body):
     type: Literal["json_schema"]
     schema_: dict[str, Any] = Field(alias="schema")
 
 
-class OutputConfig(_Body):
+class OutputConfig(Body):
     effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
     format: OutputFormat | None = None
 
 
-class CountTokensRequest(_Body):
+class CountTokensRequest(Body):
     """What a prompt is made of."""
 
     model: str = Field(min_length=1)

@@ -4,7 +4,6 @@ from typing import Annotated, Any, Literal
 
 from pydantic import (
     BaseModel,
-    ConfigDict,
     Discriminator,
     Field,
     Tag,
@@ -13,6 +12,7 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
+from gateway.domain.openai.message_schemas import Body, string_or_list
 from gateway.domain.openai.numbers import whole
 from gateway.domain.openai.schemas import Metadata
 
@@ -26,17 +26,7 @@ _NEEDED = {
 }
 
 
-def _string_or_list(value: object) -> str | None:
-    if isinstance(value, str):
-        return "|string"
-    return "|list" if isinstance(value, list) else None
-
-
-class _Body(BaseModel):
-    model_config = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False, frozen=True)
-
-
-class ContentPart(_Body):
+class ContentPart(Body):
     """Text, or a refusal of an earlier turn."""
 
     type: str
@@ -67,11 +57,11 @@ class ContentPart(_Body):
 
 Content = Annotated[
     Annotated[str, Tag("|string")] | Annotated[list[ContentPart], Tag("|list")],
-    Discriminator(_string_or_list),
+    Discriminator(string_or_list),
 ]
 
 
-class InputItem(_Body):
+class InputItem(Body):
     """A message, a call, its result, or reasoning."""
 
     type: str | None = None
@@ -109,7 +99,7 @@ class InputItem(_Body):
         return self
 
 
-class FunctionTool(_Body):
+class FunctionTool(Body):
     type: str
     name: str | None = None
     description: str | None = None
@@ -134,7 +124,7 @@ class FunctionTool(_Body):
         return self
 
 
-class TextFormat(_Body):
+class TextFormat(Body):
     type: Literal["text", "json_object", "json_schema"]
     name: str | None = None
     description: str | None = None
@@ -142,12 +132,12 @@ class TextFormat(_Body):
     strict: bool | None = None
 
 
-class TextConfig(_Body):
+class TextConfig(Body):
     format: TextFormat | None = None
     verbosity: Literal["low", "medium", "high"] | None = None
 
 
-class ReasoningConfig(_Body):
+class ReasoningConfig(Body):
     effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
     summary: Literal["auto", "concise", "detailed"] | None = None
 
@@ -164,12 +154,12 @@ Includable = Literal[
 ]
 
 
-class ResponsesRequest(_Body):
+class ResponsesRequest(Body):
     model: str = Field(min_length=1)
     input: Annotated[
         Annotated[str, Tag("|string")]
         | Annotated[Annotated[list[InputItem], Field(min_length=1)], Tag("|list")],
-        Discriminator(_string_or_list),
+        Discriminator(string_or_list),
     ]
     instructions: str | None = None
     stream: bool | None = None
