@@ -149,6 +149,8 @@ class GenerateRequest(msgspec.Struct, array_like=True, frozen=True, kw_only=True
     """The answer is read at its end: deltas between a choice's first and last may be put together."""
     boundary: str = ""
     """Where this text is in deltas that are put together, or might have come, they tell what they are made of."""
+    tag: str = ""
+    """The client's own word for what it is spent on: a line of the cost report."""
 
 
 class AbortRequest(msgspec.Struct, array_like=True, frozen=True):
@@ -170,6 +172,11 @@ class Usage(msgspec.Struct, array_like=True, frozen=True, kw_only=True):
     """From there to its end."""
     reasoning_tokens: int = 0
     """Of the completion tokens. Filled in by the gateway: what is reasoning shows in the text."""
+    prefill_chip_ns: int = 0
+    """Nano-chip-seconds of the steps that were spent on it, by `workers.attribution`."""
+    decode_chip_ns: int = 0
+    sku: str = ""
+    """What a price of its chips is asked for; "" if nobody metered."""
 
 
 class TokenLogprobs(msgspec.Struct, array_like=True, frozen=True):
