@@ -22,7 +22,7 @@ hash of the one before it.
 import hashlib
 from collections.abc import Iterable
 from enum import StrEnum
-from typing import Literal, cast
+from typing import Literal
 
 import msgspec
 
@@ -225,7 +225,7 @@ def encode(record: Entry | Batch | Fits) -> bytes:
 
 def decode_entry(payload: bytes) -> AnyEntry:
     """Raises `msgspec.DecodeError` or `ValidationError` if it is none; so do the two below."""
-    return cast(AnyEntry, _entries.decode(payload))
+    return _entries.decode(payload)
 
 
 def decode_batch(payload: bytes) -> Batch:
