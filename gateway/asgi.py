@@ -9,6 +9,7 @@ import sys
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
+from functools import partial
 from typing import Any, cast
 
 import uvicorn
@@ -27,6 +28,8 @@ from gateway.connections import Limits, keep_honest, protocol_of
 from gateway.cors import cors_headers
 from gateway.db.engine import Database
 from gateway.dispatch import Dispatcher
+from gateway.domain.accounting.live import LiveCosts
+from gateway.domain.accounting.rates import read_rates
 from gateway.domain.accounts.controllers import KeyController
 from gateway.domain.accounts.services import AccountService
 from gateway.domain.messages.controllers import MessageController
@@ -76,7 +79,8 @@ def create_app(settings: GatewaySettings) -> Litestar:
     accounts = AccountService(settings, database)
     dispatcher = Dispatcher(settings)
     metrics = Metrics(dispatcher)
-    completions = CompletionService(settings, dispatcher, metrics)
+    costs = LiveCosts(partial(read_rates, database), settings.cost_refresh_s)
+    completions = CompletionService(settings, dispatcher, metrics, costs)
     tokenization = TokenizationService(settings, dispatcher)
     messages = MessageService(settings, dispatcher, completions)
     replays = Replays(settings, dispatcher.gateway_id)
@@ -88,8 +92,10 @@ def create_app(settings: GatewaySettings) -> Litestar:
         try:
             await accounts.prepare()
             await dispatcher.start()
+            costs.start()
             yield
         finally:
+            await costs.stop()
             await responses.stop()
             await replays.stop()
             await stored.close()

@@ -61,6 +61,8 @@ class GatewaySettings(BaseModel):
     """How long a stored response can be fetched."""
     responses_per_key: int = Field(default=500, ge=1)
     """Stored responses of one API key; the oldest give way."""
+    cost_refresh_s: float = Field(default=30.0, gt=0)
+    """How old the prices and the idle share may be that answers tell their cost with."""
     response_max_bytes: int = Field(default=1024 * 1024, ge=1024)
     """A response that is larger, with its input and compressed, is not stored."""
     cors_origin: str = Field(default="*", pattern=r"^(\*|none|https?://[\x21-\x7e]+)$")

@@ -4,7 +4,7 @@ Every token of every stream passes here, so only what it needs: the constant par
 a request, and a chunk is a join of bytes with one JSON string encoded in between.
 """
 
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Iterable
 from contextlib import AbstractContextManager, aclosing
 from typing import Protocol
 
@@ -13,7 +13,6 @@ from litestar.types import Receive, Scope, Send
 
 from gateway.errors import ClientGoneError, GatewayError, ServerError, error_body
 from gateway.request_ids import log_failure
-from workers.protocol import Usage
 
 PING = b": ping\n\n"
 DONE = b"data: [DONE]\n\n"
@@ -32,17 +31,6 @@ def encoded(fields: object) -> bytes:
 
 def error_event(error: GatewayError) -> bytes:
     return b"data: " + error_body(error) + b"\n\n"
-
-
-def usage_fields(usage: Usage) -> dict[str, object]:
-    """OpenAI's usage object."""
-    return {
-        "prompt_tokens": usage.prompt_tokens,
-        "completion_tokens": usage.completion_tokens,
-        "total_tokens": usage.prompt_tokens + usage.completion_tokens,
-        "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
-        "completion_tokens_details": {"reasoning_tokens": usage.reasoning_tokens},
-    }
 
 
 class ChunkEncoder:
@@ -114,22 +102,23 @@ class ChunkEncoder:
             self._end,
         )
 
-    def usage(self, usage: Usage) -> bytes:
+    def usage(self, fields: dict[str, object]) -> bytes:
         """The chunk without choices."""
-        return self._usage_head + _encode(usage_fields(usage)) + b"}\n\n"
+        return self._usage_head + _encode(fields) + b"}\n\n"
 
 
 class WholeAnswer:
     """ASGI response: JSON with status 200."""
 
-    def __init__(self, body: bytes) -> None:
-        self._body = body
+    def __init__(self, body: bytes, headers: Iterable[tuple[bytes, bytes]] = ()) -> None:
+        self.body = body
+        self._headers = headers
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        length = (b"content-length", b"%d" % len(self._body))
-        headers = [(b"content-type", b"application/json"), length]
+        length = (b"content-length", b"%d" % len(self.body))
+        headers = [(b"content-type", b"application/json"), length, *self._headers]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
-        await send({"type": "http.response.body", "body": self._body, "more_body": False})
+        await send({"type": "http.response.body", "body": self.body, "more_body": False})
 
 
 class Guard(AbstractContextManager[object], Protocol):

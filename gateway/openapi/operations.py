@@ -7,7 +7,7 @@ A handler names them:
         "/responses",
         status_code=200,
         operation_class=operation(
-            ResponsesRequest, ResponseObject, streams=True, errors=GENERATION_ERRORS,
+            ResponsesRequest, ResponseObject, generates=True, errors=GENERATION_ERRORS,
             example={"model": "smollm2-135m-instruct", "input": "Name five rivers."},
         ),
     )
@@ -33,6 +33,8 @@ from litestar.openapi.spec import (
     Schema,
 )
 from pydantic import BaseModel
+
+from gateway.domain.accounting.tags import TAG
 
 SECURITY_SCHEME = "api_key"
 
@@ -89,17 +91,18 @@ def operation(
     body: type[BaseModel] | None = None,
     answer: type[BaseModel] | dict[int, type[BaseModel]] | None = None,
     *,
-    streams: bool = False,
+    generates: bool = False,
     errors: Errors = NO_ERRORS,
     example: dict[str, Any] | None = None,
     parameters: Sequence[Parameter] = (),
 ) -> type[Operation]:
     """An `operation_class` for a handler.
 
-    `answer` is that of status 200, or one for each status that is no error; `streams` adds server-sent
-    events to its media types. `parameters` are headers that the handler reads itself.
+    `answer` is that of status 200, or one for each status that is no error. One that a model `generates` may
+    be server-sent events too, can be tagged and tells what it has cost. `parameters` are headers that the
+    handler reads itself.
     """
-    given = tuple(parameters)
+    given = (*parameters, *((_tag_parameter(),) if generates else ()))
     answers = answer if isinstance(answer, dict) else {200: answer} if answer is not None else {}
 
     @dataclass
@@ -108,7 +111,7 @@ def operation(
             self.parameters = [*(self.parameters or ()), *given, _request_id_parameter()]
             if body is not None:
                 self.request_body = _request_body(body, example)
-            kept = {str(status): _answer(kind, streams) for status, kind in answers.items()}
+            kept = {str(status): _answer(kind, generates) for status, kind in answers.items()}
             for status, response in (self.responses or {}).items():
                 if not answers and status.startswith("2") and isinstance(response, OpenAPIResponse):
                     response.headers = {**(response.headers or {}), **_headers()}
@@ -147,12 +150,17 @@ def _request_body(kind: type[BaseModel], example: dict[str, Any] | None) -> Requ
     return RequestBody(content={"application/json": media}, required=True)
 
 
-def _answer(kind: type[BaseModel], streams: bool) -> OpenAPIResponse:
+def _answer(kind: type[BaseModel], generates: bool) -> OpenAPIResponse:
     content = {"application/json": OpenAPIMediaType(schema=_as_schema(schema_of(kind)))}
-    if streams:
+    headers = _headers()
+    if generates:
         text = Schema(type=OpenAPIType.STRING, description="Server-sent events")
         content["text/event-stream"] = OpenAPIMediaType(schema=text)
-    return OpenAPIResponse(description="The answer", headers=_headers(), content=content)
+        headers["X-Cost-Usd"] = OpenAPIHeader(
+            schema=Schema(type=OpenAPIType.STRING, pattern=r"^[0-9]+\.[0-9]{12}$"),
+            description="US dollars that a whole answer has cost, provisionally; absent if that is not known",
+        )
+    return OpenAPIResponse(description="The answer", headers=headers, content=content)
 
 
 def _failure(status: int, kind: type[BaseModel]) -> OpenAPIResponse:
@@ -180,6 +188,15 @@ def _request_id_parameter() -> Parameter:
         param_in="header",
         description="Comes back with the answer if it is 1 to 128 printable ASCII characters",
         schema=Schema(type=OpenAPIType.STRING),
+    )
+
+
+def _tag_parameter() -> Parameter:
+    return Parameter(
+        name="X-Tpugate-Tag",
+        param_in="header",
+        description="What the request is spent on: a line of the cost report",
+        schema=Schema(type=OpenAPIType.STRING, pattern=f"^{TAG}$"),
     )
 
 

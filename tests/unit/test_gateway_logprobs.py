@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from gateway.dispatch import Dispatcher
+from gateway.domain.accounting.live import NOT_METERED
 from gateway.domain.openai.answers import collect
 from gateway.domain.openai.chunks import stream
 from gateway.domain.openai.logprobs import Echo, echo_of
@@ -85,6 +86,7 @@ class Answering:
                 "tokenizer": TOKENIZER,
                 "num_prompt_logprobs": None,
                 "skips_special": True,
+                "cost_of": lambda model, usages: NOT_METERED,
                 **fields,
             }
         )
@@ -104,7 +106,8 @@ class Answering:
 
     async def whole(self, *deltas: OutputDelta) -> Any:
         job = self._job(list(deltas), streaming=False)
-        return json.loads(await collect(job, self._plan, self._metrics))
+        answer = await collect(job, self._plan, self._metrics)
+        return json.loads(answer.body)
 
     async def streamed(self, *deltas: OutputDelta) -> list[Any]:
         """The choices of all chunks in their order."""

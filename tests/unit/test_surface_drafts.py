@@ -9,10 +9,11 @@ from anthropic.types import RawMessageStreamEvent as AnthropicEvent
 from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 
+from gateway.domain.accounting.live import NOT_METERED
 from gateway.domain.messages.answers import MessageDraft
 from gateway.domain.openai.events import Finish, Restart
 from gateway.domain.openai.parts import Part, Reasoning, Text, ToolArguments, ToolCall
-from gateway.domain.openai.plan import Plan
+from gateway.domain.openai.plan import Plan, Total
 from gateway.domain.responses.answers import Draft
 from gateway.domain.responses.schemas import ResponsesRequest
 from models.tokenizer import TextTokenizer
@@ -30,7 +31,7 @@ PARTS: list[Part] = [
     ToolCall(1, "call_2", "look"),
     ToolArguments(1, "{}"),
 ]
-USAGE = Usage(prompt_tokens=10, completion_tokens=20, cached_tokens=4)
+TOTAL = Total(Usage(prompt_tokens=10, completion_tokens=20, cached_tokens=4), NOT_METERED)
 
 
 @pytest.fixture(scope="module")
@@ -49,6 +50,7 @@ def plan() -> Plan:
         num_logprobs=None,
         num_prompt_logprobs=None,
         skips_special=True,
+        cost_of=lambda model, usages: NOT_METERED,
     )
 
 
@@ -63,7 +65,7 @@ def test_a_response_of_everything(plan: Plan):
     blocks = [draft.begin()]
     for part in PARTS:
         blocks += draft.take([part])
-    blocks += draft.take(Finish("tool_calls")) + draft.take(USAGE)
+    blocks += draft.take(Finish("tool_calls")) + draft.take(TOTAL)
     found = told([*blocks, draft.end()])
     adapter: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
     events = [adapter.validate_python(event) for event in found]
@@ -94,7 +96,7 @@ def test_a_message_of_everything(plan: Plan):
     blocks = []
     for part in PARTS:
         blocks += draft.take([part])
-    blocks += draft.take(Finish("tool_calls")) + draft.take(USAGE)
+    blocks += draft.take(Finish("tool_calls")) + draft.take(TOTAL)
     found = told([*blocks, draft.end()])
     adapter: TypeAdapter[Any] = TypeAdapter(AnthropicEvent)
     for event in found:
@@ -122,7 +124,7 @@ def test_arguments_that_were_cut(plan: Plan):
     draft = MessageDraft(plan, 10, 20)
     draft.take([ToolCall(0, "call_1", "look"), ToolArguments(0, '{"at": ')])
     draft.take(Finish("length"))
-    draft.take(USAGE)
+    draft.take(TOTAL)
     message = Message.model_validate(draft.whole())
     assert message.content[0].type == "tool_use"
     assert message.content[0].input == {}

@@ -6,10 +6,11 @@ from typing import Any
 
 import msgspec
 
-from gateway.domain.openai.events import Finish, Restart
+from gateway.domain.openai.events import Event, Finish
 from gateway.domain.openai.parts import Part, Reasoning, Text, ToolArguments, ToolCall
-from gateway.domain.openai.plan import Plan
+from gateway.domain.openai.plan import Plan, Total
 from gateway.domain.openai.services import ChatJob
+from gateway.sse import WholeAnswer
 from workers.protocol import Usage
 
 _PING = b'event: ping\ndata: {"type":"ping"}\n\n'
@@ -17,13 +18,13 @@ _KINDS = {"text": "text", "thinking": "thinking", "input": "partial_json"}
 """By the field of a block that grows: the field of its deltas."""
 
 
-async def collect(chat: ChatJob, max_tokens: int) -> bytes:
+async def collect(chat: ChatJob, max_tokens: int) -> WholeAnswer:
     """The whole message; raises the `GatewayError` that ended it."""
     message = MessageDraft(chat.plan, _prompt_len(chat), max_tokens)
     async for batch in chat.events(3600.0):
         for _, event in batch:
             message.take(event)
-    return msgspec.json.encode(message.whole())
+    return WholeAnswer(msgspec.json.encode(message.whole()), message.headers)
 
 
 async def stream(
@@ -53,15 +54,20 @@ class MessageDraft:
         """The field of the last block that grows; "" if it is closed or there is none."""
         self._finish = Finish("stop")
         self._usage = Usage(prompt_tokens=prompt_len, completion_tokens=0)
+        self._cost: dict[str, object] = {}
+        """Fields that the usage has at the end alone."""
+        self.headers: list[tuple[bytes, bytes]] = []
+        """Of the answer, once it has ended."""
 
-    def take(self, event: list[Part] | Finish | Restart | Usage) -> list[bytes]:
+    def take(self, event: Event) -> list[bytes]:
         if isinstance(event, list):
             return [written for part in event for written in self._add(part)]
         if isinstance(event, Finish):
             self._finish = event
             return self._close()
-        if isinstance(event, Usage):
-            self._usage = event
+        if isinstance(event, Total):
+            self._usage, self._cost = event.usage, event.cost.fields()
+            self.headers = event.cost.headers()
         else:
             self._content, self._pieces, self._growing = [], [], ""
         return []
@@ -152,7 +158,7 @@ class MessageDraft:
             "usage": self._usage_fields(),
         }
 
-    def _usage_fields(self) -> dict[str, int | str | None]:
+    def _usage_fields(self) -> dict[str, object]:
         usage = self._usage
         return {
             "input_tokens": usage.prompt_tokens - usage.cached_tokens,
@@ -165,6 +171,7 @@ class MessageDraft:
             "output_tokens_details": None,
             "server_tool_use": None,
             "service_tier": "standard",
+            **self._cost,
         }
 
 

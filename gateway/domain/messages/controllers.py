@@ -35,7 +35,7 @@ class MessageController(Controller):
         operation_class=operation(
             MessagesRequest,
             MessageAnswer,
-            streams=True,
+            generates=True,
             errors=replace(GENERATION_ERRORS, body=MessagesError),
             example={**_HELLO, "max_tokens": 60},
         ),

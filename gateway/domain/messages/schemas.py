@@ -5,6 +5,7 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import BaseModel, Discriminator, Field, Tag, model_validator
 from pydantic_core import PydanticCustomError
 
+from gateway.domain.openai.answer_schemas import CostDetails
 from gateway.domain.openai.message_schemas import Body, string_or_list
 from gateway.domain.openai.numbers import whole
 
@@ -144,6 +145,9 @@ class MessageUsage(BaseModel):
     cache_creation_input_tokens: int
     cache_read_input_tokens: int
     output_tokens: int
+    cost: float | None
+    """US dollars, provisional; with `cost_details` at the end of a stream alone."""
+    cost_details: CostDetails
 
 
 class MessageAnswer(BaseModel):

@@ -45,8 +45,7 @@ class MessageService:
         if not body.stream:
             with chat.job as job:
                 job.watch(request.receive)
-                answer = await collect(chat, body.max_tokens)
-            return ASGIResponse(body=answer, media_type="application/json")
+                return await collect(chat, body.max_tokens)
         own_id = request_id(request.scope).decode()
 
         def on_error(error: GatewayError) -> bytes:

@@ -13,12 +13,34 @@ class CompletionTokensDetails(BaseModel):
     reasoning_tokens: int
 
 
+class CostDetails(BaseModel):
+    """How `cost` came about; what cannot be computed is null."""
+
+    provisional: Literal[True]
+    active: float | None
+    """US dollars of the request's own chip-time."""
+    loaded: float | None
+    """The same with its share of idle time: `cost`."""
+    kappa: float | None
+    prefill_chip_seconds: float | None
+    decode_chip_seconds: float | None
+    price_id: str | None
+    """Of the price book; several, and below too, where prompts ran on different chips."""
+    sku: str | None
+    term: str | None
+    reason: Literal["not_metered", "no_price", "no_kappa"] | None
+    """Why `cost` is null."""
+
+
 class UsageFields(BaseModel):
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails
     completion_tokens_details: CompletionTokensDetails
+    cost: float | None
+    """US dollars, provisional."""
+    cost_details: CostDetails
 
 
 class ScoredToken(BaseModel):

@@ -8,12 +8,12 @@ import msgspec
 from gateway.domain.openai.choices import ParsedChoices
 from gateway.domain.openai.logprobs import PromptTokens, TextLogprobs, chat_fields, prompt_fields
 from gateway.domain.openai.parts import Part, Reasoning, Text, ToolCall
-from gateway.domain.openai.plan import Ledger, Plan
+from gateway.domain.openai.plan import Ledger, Plan, Total
 from gateway.domain.system.services import ModelMetrics
 from gateway.errors import EngineError, GatewayError
 from gateway.jobs import Exchange, Job
-from gateway.sse import usage_fields
-from workers.protocol import OutputDelta, TokenLogprobs, Usage
+from gateway.sse import WholeAnswer
+from workers.protocol import OutputDelta, TokenLogprobs
 
 
 @dataclass
@@ -107,7 +107,7 @@ class _Answer:
         first = self._choices.get(0)
         return first.reason or "stop" if first else "stop"
 
-    def body(self, num_prompts: int, usage: Usage) -> bytes:
+    def body(self, num_prompts: int, total: Total) -> bytes:
         """Raises `EngineError` if the engine did not score a prompt as it was asked to."""
         plan = self._plan
         body = plan.envelope("chat.completion" if plan.chat else "text_completion")
@@ -124,7 +124,7 @@ class _Answer:
                 fields = self._choice_fields(prompt, choice, echo)
                 choices.append({"index": len(choices), **fields, **extra})
         body["choices"] = choices
-        body["usage"] = usage_fields(usage)
+        body["usage"] = total.fields()
         return msgspec.json.encode(body)
 
     def _best(self, prompt: int) -> list[_Choice]:
@@ -165,7 +165,7 @@ class _Answer:
         return scored if echo is None else echo + scored
 
 
-async def collect(job: Job, plan: Plan, metrics: ModelMetrics) -> bytes:
+async def collect(job: Job, plan: Plan, metrics: ModelMetrics) -> WholeAnswer:
     """The whole answer as OpenAI's JSON object; raises the `GatewayError` that ended it."""
     ledger = Ledger(plan, metrics, streaming=False)
     answer = _Answer(plan)
@@ -178,17 +178,17 @@ async def collect(job: Job, plan: Plan, metrics: ModelMetrics) -> bytes:
                     continue
                 ledger.note(exchange, delta)
                 answer.add(exchange, delta)
-        usage = ledger.total(answer.num_reasoning_tokens)
-        body = await _encoded(answer, plan, len(job.exchanges), usage)
+        total = ledger.total(answer.num_reasoning_tokens)
+        body = await _encoded(answer, plan, len(job.exchanges), total)
     except GatewayError as error:
         ledger.fail(error)
         raise
-    ledger.succeed(answer.reason, answer.num_reasoning_tokens)
-    return body
+    ledger.succeed(answer.reason, total)
+    return WholeAnswer(body, total.cost.headers())
 
 
-async def _encoded(answer: _Answer, plan: Plan, num_prompts: int, usage: Usage) -> bytes:
+async def _encoded(answer: _Answer, plan: Plan, num_prompts: int, total: Total) -> bytes:
     if plan.num_logprobs is None and plan.num_prompt_logprobs is None:
-        return answer.body(num_prompts, usage)
+        return answer.body(num_prompts, total)
     # Twenty alternatives of each token of a long prompt take a while to be named.
-    return await asyncio.to_thread(answer.body, num_prompts, usage)
+    return await asyncio.to_thread(answer.body, num_prompts, total)

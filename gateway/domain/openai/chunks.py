@@ -80,8 +80,9 @@ class _ChunkWriter:
     def end(self) -> bytes:
         """What follows the last choice's finish."""
         num_reasoning = self._parsed.num_reasoning_tokens if self._parsed else 0
-        usage = self._ledger.succeed(self._reason, num_reasoning)
-        return (self._encoder.usage(usage) if self._plan.include_usage else b"") + DONE
+        total = self._ledger.total(num_reasoning)
+        self._ledger.succeed(self._reason, total)
+        return (self._encoder.usage(total.fields()) if self._plan.include_usage else b"") + DONE
 
     def _ready(self, exchange: Exchange, delta: OutputDelta) -> list[OutputDelta]:
         """The deltas that can be sent now: those of all choices wait for the prompt's scores, which choice 0 has."""

@@ -45,7 +45,7 @@ class OpenAIController(Controller):
         operation_class=operation(
             ChatCompletionRequest,
             ChatCompletion,
-            streams=True,
+            generates=True,
             errors=GENERATION_ERRORS,
             example={"model": _MODEL, "messages": _MESSAGES, "temperature": 0, "max_tokens": 32},
         ),
@@ -63,7 +63,7 @@ class OpenAIController(Controller):
         operation_class=operation(
             CompletionRequest,
             Completion,
-            streams=True,
+            generates=True,
             errors=GENERATION_ERRORS,
             example={"model": _MODEL, "prompt": "Once upon a time", "max_tokens": 32},
         ),

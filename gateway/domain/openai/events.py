@@ -1,4 +1,4 @@
-"""A running chat job as surfaces beside chat completions see it: parts, finishes and usage, in order.
+"""A running chat job as surfaces beside chat completions see it: parts, finishes and the total, in order.
 
 Chat completions have a writer of their own (`chunks`), which does less for each token of plain text.
 """
@@ -8,11 +8,11 @@ from dataclasses import dataclass
 
 from gateway.domain.openai.choices import ParsedChoices
 from gateway.domain.openai.parts import Part, Text
-from gateway.domain.openai.plan import Ledger, Plan
+from gateway.domain.openai.plan import Ledger, Plan, Total
 from gateway.domain.system.services import ModelMetrics
 from gateway.errors import EngineError, GatewayError
 from gateway.jobs import Exchange, Item, Job
-from workers.protocol import OutputDelta, Usage
+from workers.protocol import OutputDelta
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +30,7 @@ class Restart:
     """Another worker starts over: what the choice has given is void. Never after a stream has got anything."""
 
 
-Event = list[Part] | Finish | Restart | Usage
+Event = list[Part] | Finish | Restart | Total
 Batch = list[tuple[int, Event]]
 """(choice, what it gives), in order."""
 
@@ -38,7 +38,7 @@ Batch = list[tuple[int, Event]]
 async def events(
     job: Job, plan: Plan, metrics: ModelMetrics, silence_s: float, *, streaming: bool
 ) -> AsyncGenerator[Batch, None]:
-    """All that came together, as one batch; an empty one after `silence_s` of silence. The last is the usage alone.
+    """All that came together, as one batch; an empty one after `silence_s` of silence. The last is the total alone.
 
     Raises the `GatewayError` that ended the job, after what came before it.
     """
@@ -55,7 +55,9 @@ async def events(
     except GatewayError as error:
         ledger.fail(error)
         raise
-    yield [(0, ledger.succeed(reader.reason, reader.num_reasoning_tokens))]
+    total = ledger.total(reader.num_reasoning_tokens)
+    ledger.succeed(reader.reason, total)
+    yield [(0, total)]
 
 
 class _Reader:

@@ -1,9 +1,10 @@
 """What whole and streamed answers share: the plan of an answer, and the account of what comes."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
+from gateway.domain.accounting.live import LiveCost
 from gateway.domain.openai.logprobs import (
     Echo,
     PromptTokens,
@@ -19,6 +20,26 @@ from models.tokenizer import TextTokenizer
 from workers.protocol import FinishReason, OutputDelta, Usage
 
 _REASONS = {FinishReason.STOP: "stop", FinishReason.LENGTH: "length"}
+
+
+@dataclass(frozen=True)
+class Total:
+    """What a whole answer took, all its prompts and choices together."""
+
+    usage: Usage
+    cost: LiveCost
+
+    def fields(self) -> dict[str, object]:
+        """OpenAI's usage object, and what it has cost."""
+        usage = self.usage
+        return {
+            "prompt_tokens": usage.prompt_tokens,
+            "completion_tokens": usage.completion_tokens,
+            "total_tokens": usage.prompt_tokens + usage.completion_tokens,
+            "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
+            "completion_tokens_details": {"reasoning_tokens": usage.reasoning_tokens},
+            **self.cost.fields(),
+        }
 
 
 @dataclass(frozen=True)
@@ -43,6 +64,8 @@ class Plan:
     num_prompt_logprobs: int | None
     """The same for the field `prompt_logprobs`."""
     skips_special: bool
+    cost_of: Callable[[str, Iterable[Usage]], LiveCost]
+    """What a model's requests have cost together; asks nobody."""
     echoes: tuple[Echo, ...] = ()
     """The prompts, if answers begin with them."""
     scores_only: bool = False
@@ -127,19 +150,19 @@ class Ledger:
     def is_complete(self, job: Job) -> bool:
         return len(self._usages) == len(job.exchanges)
 
-    def total(self, reasoning_tokens: int = 0) -> Usage:
-        tokens = sum(usage.completion_tokens for usage in self._usages.values())
-        return Usage(
-            prompt_tokens=sum(usage.prompt_tokens for usage in self._usages.values()),
+    def total(self, reasoning_tokens: int = 0) -> Total:
+        usages = self._usages.values()
+        tokens = sum(usage.completion_tokens for usage in usages)
+        usage = Usage(
+            prompt_tokens=sum(usage.prompt_tokens for usage in usages),
             completion_tokens=0 if self._plan.scores_only else tokens,
-            cached_tokens=sum(usage.cached_tokens for usage in self._usages.values()),
+            cached_tokens=sum(usage.cached_tokens for usage in usages),
             reasoning_tokens=reasoning_tokens,
         )
+        return Total(usage, self._plan.cost_of(self._plan.model, usages))
 
-    def succeed(self, reason: str, reasoning_tokens: int = 0) -> Usage:
-        usage = self.total(reasoning_tokens)
-        self._metrics.succeeded(reason, usage, time.monotonic() - self._plan.started_s)
-        return usage
+    def succeed(self, reason: str, total: Total) -> None:
+        self._metrics.succeeded(reason, total.usage, time.monotonic() - self._plan.started_s)
 
     def fail(self, error: GatewayError) -> None:
         self._metrics.failed(error.code or type(error).__name__)

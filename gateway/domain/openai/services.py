@@ -13,6 +13,8 @@ from litestar.types import ASGIApp
 
 from gateway.directory import ServedModel, unknown_model
 from gateway.dispatch import Dispatcher
+from gateway.domain.accounting.live import LiveCosts
+from gateway.domain.accounting.tags import tag_of
 from gateway.domain.accounts.services import Principal
 from gateway.domain.openai.answers import collect
 from gateway.domain.openai.bodies import aside, check_body
@@ -20,7 +22,7 @@ from gateway.domain.openai.chunks import stream
 from gateway.domain.openai.events import Batch, events
 from gateway.domain.openai.grammars import asked_grammar
 from gateway.domain.openai.plan import Plan
-from gateway.domain.openai.prompts import Prompt, chat_prompt, completion_prompts, new_request_id
+from gateway.domain.openai.prompts import Prompt, chat_prompt, completion_prompts
 from gateway.domain.openai.reading import Reading, check_calls, reading_of
 from gateway.domain.openai.schemas import (
     MAX_CHOICES,
@@ -41,8 +43,9 @@ from gateway.errors import (
     GatewayError,
 )
 from gateway.jobs import Job
+from gateway.request_ids import own_id, wire_id
 from gateway.settings import GatewaySettings
-from gateway.sse import EventStream, WholeAnswer
+from gateway.sse import EventStream
 from workers.protocol import GenerateRequest
 
 HttpRequest = Request[None, Principal, State]
@@ -83,10 +86,17 @@ class ChatJob:
 class CompletionService:
     """Stateless but for its parts; one per application."""
 
-    def __init__(self, settings: GatewaySettings, dispatcher: Dispatcher, metrics: Metrics) -> None:
+    def __init__(
+        self,
+        settings: GatewaySettings,
+        dispatcher: Dispatcher,
+        metrics: Metrics,
+        costs: LiveCosts,
+    ) -> None:
         self._settings = settings
         self._dispatcher = dispatcher
         self._metrics = metrics
+        self._costs = costs
 
     async def chat(self, request: HttpRequest) -> ASGIApp:
         """Answer /v1/chat/completions; everything a client can get wrong is raised before anything is queued."""
@@ -126,7 +136,7 @@ class CompletionService:
         prompt = await chat_prompt(served, body, request.headers, inline_bytes, tools, said)
         reading = reading_of(served, body, offer, grammar, prompt)
         prompt = prompt.bound_to(grammar) if reading is None else reading.shaped(prompt)
-        return _plan(served, body, [prompt], started_s, reading), prompt
+        return self._plan(own_id(request.scope), served, body, [prompt], started_s, reading), prompt
 
     async def complete(self, request: HttpRequest) -> ASGIApp:
         """Answer /v1/completions, one or many prompts."""
@@ -144,8 +154,42 @@ class CompletionService:
             raise BadRequestError(
                 f"Invalid 'prompt': at most {most} prompts can be queued.", param="prompt"
             )
-        plan = _plan(served, body, prompts, started_s)
+        plan = self._plan(own_id(request.scope), served, body, prompts, started_s)
         return await self._answer(request, body, plan, prompts)
+
+    def _plan(
+        self,
+        own: str,
+        served: ServedModel,
+        body: GenerationBody,
+        prompts: list[Prompt],
+        started_s: float,
+        reading: Reading | None = None,
+    ) -> Plan:
+        chat = isinstance(body, ChatCompletionRequest)
+        digest = served.card.digest
+        offer = None if reading is None else reading.offer
+        return Plan(
+            id=("chatcmpl-" if chat else "cmpl-") + own,
+            created_s=int(time.time()),
+            model=served.card.model,
+            fingerprint=f"fp_{digest[:10]}" if digest else None,
+            chat=chat,
+            num_choices=body.num_choices,
+            num_candidates=body.num_candidates,
+            include_usage=body.wants_usage,
+            started_s=started_s,
+            tokenizer=served.tokenizer,
+            num_logprobs=body.num_logprobs,
+            num_prompt_logprobs=body.prompt_logprobs,
+            skips_special=body.skip_special_tokens is not False,
+            cost_of=self._costs.of,
+            echoes=tuple(prompt.echo for prompt in prompts if prompt.echo is not None),
+            scores_only=body.echoes and body.max_tokens == 0,
+            parser=None if reading is None else reading.parser,
+            boundary="" if reading is None else reading.boundary,
+            requires_call=offer is not None and offer.is_required,
+        )
 
     def models(self) -> list[ModelInfo]:
         """All models that have a card or a worker."""
@@ -179,8 +223,7 @@ class CompletionService:
             return EventStream(job, blocks)
         with job:
             job.watch(request.receive)
-            answer = await collect(job, plan, metrics)
-        return WholeAnswer(answer)
+            return await collect(job, plan, metrics)
 
     async def _submit(
         self,
@@ -191,10 +234,7 @@ class CompletionService:
         *,
         streaming: bool,
     ) -> Job:
-        requests = [
-            self._generate_request(plan, body, prompt, request.auth, whole=not streaming)
-            for prompt in prompts
-        ]
+        requests = self._requests(request, body, plan, prompts, whole=not streaming)
         try:
             return await self._dispatcher.submit(
                 requests, streaming=streaming, timeout_s=self._timeout_s(body)
@@ -207,35 +247,41 @@ class CompletionService:
         """The client's, if that is less than the server's."""
         return min(body.timeout or math.inf, self._settings.request_timeout_s)
 
-    def _generate_request(
+    def _requests(
         self,
-        plan: Plan,
+        request: HttpRequest,
         body: GenerationBody,
-        prompt: Prompt,
-        principal: Principal,
+        plan: Plan,
+        prompts: list[Prompt],
         *,
         whole: bool,
-    ) -> GenerateRequest:
+    ) -> list[GenerateRequest]:
+        """One for each prompt. Raises `BadRequestError`."""
+        own, tag = own_id(request.scope), tag_of(request.headers)
+        key_id = str(request.auth.key_id)
         now_s = time.time()
-        key_id = str(principal.key_id)
-        return GenerateRequest(
-            request_id=new_request_id(),
-            model=plan.model,
-            reply_to=self._dispatcher.reply_to,
-            prompt_token_ids=prompt.token_ids,
-            sampling=prompt.sampling,
-            n=plan.num_candidates,
-            created_s=now_s,
-            deadline_s=now_s + self._timeout_s(body),
-            priority=body.priority or 0,
-            script=prompt.script,
-            gateway_id=self._dispatcher.gateway_id,
-            # A key is the smallest tenant there is: keys share no cached prefixes.
-            cache_salt=key_id,
-            fair_key=key_id,
-            whole=whole,
-            boundary=plan.boundary,
-        )
+        return [
+            GenerateRequest(
+                request_id=wire_id(own, number),
+                model=plan.model,
+                reply_to=self._dispatcher.reply_to,
+                prompt_token_ids=prompt.token_ids,
+                sampling=prompt.sampling,
+                n=plan.num_candidates,
+                created_s=now_s,
+                deadline_s=now_s + self._timeout_s(body),
+                priority=body.priority or 0,
+                script=prompt.script,
+                gateway_id=self._dispatcher.gateway_id,
+                # A key is the smallest tenant there is: keys share no cached prefixes.
+                cache_salt=key_id,
+                fair_key=key_id,
+                whole=whole,
+                boundary=plan.boundary,
+                tag=tag,
+            )
+            for number, prompt in enumerate(prompts)
+        ]
 
 
 def _check_num_choices(served: ServedModel, body: GenerationBody) -> None:
@@ -247,35 +293,3 @@ def _check_num_choices(served: ServedModel, body: GenerationBody) -> None:
             param=name,
             code="invalid_value",
         )
-
-
-def _plan(
-    served: ServedModel,
-    body: GenerationBody,
-    prompts: list[Prompt],
-    started_s: float,
-    reading: Reading | None = None,
-) -> Plan:
-    chat = isinstance(body, ChatCompletionRequest)
-    digest = served.card.digest
-    offer = None if reading is None else reading.offer
-    return Plan(
-        id=("chatcmpl-" if chat else "cmpl-") + new_request_id(),
-        created_s=int(time.time()),
-        model=served.card.model,
-        fingerprint=f"fp_{digest[:10]}" if digest else None,
-        chat=chat,
-        num_choices=body.num_choices,
-        num_candidates=body.num_candidates,
-        include_usage=body.wants_usage,
-        started_s=started_s,
-        tokenizer=served.tokenizer,
-        num_logprobs=body.num_logprobs,
-        num_prompt_logprobs=body.prompt_logprobs,
-        skips_special=body.skip_special_tokens is not False,
-        echoes=tuple(prompt.echo for prompt in prompts if prompt.echo is not None),
-        scores_only=body.echoes and body.max_tokens == 0,
-        parser=None if reading is None else reading.parser,
-        boundary="" if reading is None else reading.boundary,
-        requires_call=offer is not None and offer.is_required,
-    )

@@ -5,14 +5,12 @@ from typing import Any
 
 import msgspec
 
-from gateway.domain.openai.events import Finish, Restart
+from gateway.domain.openai.events import Event, Finish
 from gateway.domain.openai.parts import Part, Reasoning, Text, ToolArguments, ToolCall
-from gateway.domain.openai.plan import Plan
+from gateway.domain.openai.plan import Plan, Total
 from gateway.domain.openai.prompts import new_request_id
 from gateway.domain.responses.schemas import ResponsesRequest
 from gateway.errors import GatewayError
-from gateway.sse import usage_fields
-from workers.protocol import Usage
 
 _DELTAS = {
     "message": "response.output_text",
@@ -33,6 +31,8 @@ class Draft:
         self.output: list[dict[str, Any]] = []
         self.response = _envelope(body, plan)
         self.response["output"] = self.output
+        self.headers: list[tuple[bytes, bytes]] = []
+        """Of the answer, once it has ended."""
 
     @property
     def id(self) -> str:
@@ -45,7 +45,7 @@ class Draft:
             for name in ("response.created", "response.in_progress")
         )
 
-    def take(self, event: list[Part] | Finish | Restart | Usage) -> list[bytes]:
+    def take(self, event: Event) -> list[bytes]:
         if isinstance(event, list):
             return [written for part in event for written in self._add(part)]
         if isinstance(event, Finish):
@@ -55,8 +55,9 @@ class Draft:
             if is_cut:
                 self.response["incomplete_details"] = {"reason": "max_output_tokens"}
             return closed
-        if isinstance(event, Usage):
+        if isinstance(event, Total):
             self.response["usage"] = _usage(event)
+            self.headers = event.cost.headers()
             if self.response["status"] == "completed":
                 self.response["completed_at"] = int(time.time())
         else:
@@ -165,14 +166,16 @@ def _part(item: dict[str, Any], text: str) -> dict[str, Any]:
     return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
 
 
-def _usage(usage: Usage) -> dict[str, Any]:
-    fields: dict[str, Any] = usage_fields(usage)
+def _usage(total: Total) -> dict[str, Any]:
+    fields: dict[str, Any] = total.fields()
     return {
         "input_tokens": fields["prompt_tokens"],
         "input_tokens_details": {**fields["prompt_tokens_details"], "cache_write_tokens": 0},
         "output_tokens": fields["completion_tokens"],
         "output_tokens_details": fields["completion_tokens_details"],
         "total_tokens": fields["total_tokens"],
+        "cost": fields["cost"],
+        "cost_details": fields["cost_details"],
     }
 
 

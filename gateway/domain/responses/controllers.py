@@ -33,7 +33,7 @@ class ResponseController(Controller):
         operation_class=operation(
             ResponsesRequest,
             ResponseAnswer,
-            streams=True,
+            generates=True,
             errors=GENERATION_ERRORS,
             example={"model": "smollm2-135m-instruct", "input": "Name five rivers."},
         ),

@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import msgspec
-from litestar.response.base import ASGIResponse
 from litestar.types import ASGIApp
 
 from gateway.domain.openai.bodies import aside
@@ -30,7 +29,7 @@ from gateway.errors import (
     UnavailableError,
 )
 from gateway.settings import GatewaySettings
-from gateway.sse import EventStream
+from gateway.sse import EventStream, WholeAnswer
 
 logger = logging.getLogger(__name__)
 
@@ -95,7 +94,7 @@ class ResponseService:
             job.watch(request.receive)
             await self._complete(work)
         await self._keep(work)
-        return _json(work.draft.response)
+        return WholeAnswer(msgspec.json.encode(work.draft.response), work.draft.headers)
 
     async def get(self, request: HttpRequest, response_id: str) -> ASGIApp:
         stored = await self._find(str(request.auth.key_id), response_id)
@@ -251,7 +250,7 @@ def _converted(
 
 
 def _json(fields: dict[str, Any]) -> ASGIApp:
-    return ASGIResponse(body=msgspec.json.encode(fields), media_type="application/json")
+    return WholeAnswer(msgspec.json.encode(fields))
 
 
 def _unknown() -> NotFoundError:

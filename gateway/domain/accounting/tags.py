@@ -1,0 +1,26 @@
+"""The client's own word for what a request is spent on: a line of the cost report."""
+
+import re
+from collections.abc import Mapping
+
+from gateway.errors import BadRequestError
+
+HEADER = "x-tpugate-tag"
+TAG = r"[A-Za-z0-9][A-Za-z0-9._:/@+-]{0,63}"
+"""No more than a spreadsheet, a shell and a URL take as it stands; the first character makes no formula of it."""
+_TAG = re.compile(TAG)
+
+
+def tag_of(headers: Mapping[str, str]) -> str:
+    """ "" if there is none. A header, as it goes with every surface alike. Raises `BadRequestError`."""
+    tag = headers.get(HEADER)
+    if tag is None:
+        return ""
+    if _TAG.fullmatch(tag) is None:
+        raise BadRequestError(
+            f"Invalid header '{HEADER}': 1 to 64 letters, digits and . _ : / @ + - are wanted, "
+            "the first a letter or a digit.",
+            param=HEADER,
+            code="invalid_value",
+        )
+    return tag
