@@ -177,6 +177,8 @@ class Usage(msgspec.Struct, array_like=True, frozen=True, kw_only=True):
     decode_chip_ns: int = 0
     sku: str = ""
     """What a price of its chips is asked for; "" if nobody metered."""
+    region: str = ""
+    """Where they are, for the same purpose."""
 
 
 class TokenLogprobs(msgspec.Struct, array_like=True, frozen=True):
