@@ -7,7 +7,7 @@ import pytest
 import redis
 
 from gateway.request_ids import quoted_id, wire_id
-from tests.fakes.gateway import ADMIN_KEY, GatewayUnderTest, assert_error, events
+from tests.fakes.gateway import ADMIN_KEY, GatewayUnderTest, assert_error
 from tests.fakes.wire import wait_until
 from workers.engine.scripted import HANG
 from workers.protocol import PAYLOAD_FIELD, GenerateRequest, decode, requests_stream
