@@ -8,7 +8,9 @@ equally the shares are Shapley values of the fitted cost:
     A_i = D · u_i / Σ u                                D is measured, so Σ A_i = D whatever the fit's error
 
 Division leaves less than one nanosecond for each member; the largest remainders get one more (Hamilton's
-method), ties the earlier member. All of it is integer arithmetic: workers and accountants get equal numbers.
+method), of equal ones the larger share's, then the earlier member's. So who did more never pays less, and the
+order of members matters among equals only. All of it is integer arithmetic: workers and accountants get equal
+numbers.
 """
 
 from collections.abc import Sequence
@@ -40,8 +42,8 @@ def apportion(total: int, weights: Sequence[int]) -> list[int]:
         remainders.append(remainder)
     left = total - sum(parts)
     if left:
-        by_remainder = sorted(range(len(parts)), key=remainders.__getitem__, reverse=True)
-        for i in by_remainder[:left]:
+        order = list(zip(remainders, weights, strict=True))
+        for i in sorted(range(len(parts)), key=order.__getitem__, reverse=True)[:left]:
             parts[i] += 1
     return parts
 
