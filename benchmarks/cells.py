@@ -10,8 +10,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from benchmarks.closed_loop import Figures
 from benchmarks.engine_metrics import EngineSteps
+from cli.load.closed_loop import Figures
 
 
 class ResultsError(Exception):

@@ -4,7 +4,7 @@ import asyncio
 import re
 from dataclasses import dataclass
 
-from benchmarks.http_client import Connection, RequestFailedError
+from cli.load.http_client import Connection, RequestFailedError
 from workers.protocol import HEARTBEAT_INTERVAL_S
 
 SETTLE_S = 2 * HEARTBEAT_INTERVAL_S + 0.5

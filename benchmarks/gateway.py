@@ -22,10 +22,10 @@ import click
 import uvloop
 
 from benchmarks import recipes, report
-from benchmarks.closed_loop import quantile_ms
-from benchmarks.http_client import Connection, RequestFailedError
 from benchmarks.options import Counts
 from benchmarks.servers import CpuTime, RunningServer, ServerError, running, stop_on_sigterm
+from cli.load.closed_loop import quantile_ms
+from cli.load.http_client import Connection, RequestFailedError
 
 NUM_TOKENS = 32
 WARM_UP_S = 1.0

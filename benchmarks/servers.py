@@ -15,7 +15,7 @@ from pathlib import Path
 import psutil
 import uvloop
 
-from benchmarks.http_client import Connection, RequestFailedError
+from cli.load.http_client import Connection, RequestFailedError
 
 POLL_INTERVAL_S = 0.05
 STOP_TIMEOUT_S = 60.0

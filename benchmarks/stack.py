@@ -19,8 +19,8 @@ import uvloop
 
 from benchmarks import recipes, report
 from benchmarks.gateway import Endpoint
-from benchmarks.http_client import Connection, RequestFailedError
 from benchmarks.servers import CpuTime, RunningServer, ServerError, running, stop_on_sigterm
+from cli.load.http_client import Connection, RequestFailedError
 
 CLIENT = "load generator"
 WARM_UP_S = 2.0

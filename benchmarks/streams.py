@@ -16,10 +16,10 @@ import click
 import uvloop
 
 from benchmarks import recipes, report
-from benchmarks.closed_loop import quantile_ms
 from benchmarks.gateway import Endpoint
-from benchmarks.http_client import RequestFailedError
 from benchmarks.servers import RunningServer, ServerError, running, stop_on_sigterm
+from cli.load.closed_loop import quantile_ms
+from cli.load.http_client import RequestFailedError
 
 PROBE_EVERY_S = 0.01
 WARM_UP_STREAMS = 50

@@ -10,11 +10,12 @@ import pytest
 
 from benchmarks import engine_load
 from benchmarks.cells import Cell, Plan, Results, ResultsError, Spot, spots
-from benchmarks.closed_loop import SCENARIOS, Figures, Load, quantile_ms, request_bodies
+from benchmarks.closed_loop import SCENARIOS, Load, request_bodies
 from benchmarks.engine_metrics import EngineSteps, counters, difference
 from benchmarks.report import ratio, throughput_table, whole
 from benchmarks.servers import CpuTime
 from benchmarks.stack import rows
+from cli.load.closed_loop import Figures, quantile_ms
 
 LOAD = Load(url="http://x", model="m", num_clients=4, num_requests=6, max_tokens=64)
 PLAN = Plan(
@@ -33,12 +34,15 @@ FIGURES = Figures(
     wall_s=2.0,
     output_tokens=384,
     output_tokens_per_s=192.0,
+    total_tokens_per_s=312.0,
     requests_per_s=3.0,
     prompt_tokens_mean=40.0,
     ttft_p50_ms=100.0,
     ttft_p99_ms=200.0,
     inter_token_p50_ms=10.0,
     inter_token_p99_ms=20.0,
+    per_token_p50_ms=10.0,
+    per_token_p99_ms=20.0,
     e2e_p50_ms=700.0,
     e2e_p99_ms=900.0,
 )

@@ -6,6 +6,7 @@ visible share of a core.
 """
 
 import asyncio
+import ssl
 from collections.abc import AsyncIterator, Mapping
 from types import TracebackType
 from typing import Self
@@ -15,10 +16,13 @@ import httptools
 import msgspec
 
 READ_SIZE = 1 << 16
+_SHOWN = 300
+"""Bytes of a refusal that an error tells."""
 
 
 class RequestFailedError(Exception):
-    """The server answered with another status than 200, closed early, or sent an in-band error."""
+    """The server answered with another status than 200 or with what is no HTTP, closed early, or sent an
+    in-band error."""
 
 
 class Delta(msgspec.Struct):
@@ -26,7 +30,10 @@ class Delta(msgspec.Struct):
 
 
 class Choice(msgspec.Struct):
-    delta: Delta
+    """Of a chat, or of a plain completion."""
+
+    delta: Delta | None = None
+    text: str | None = None
 
 
 class Usage(msgspec.Struct):
@@ -40,6 +47,13 @@ class Event(msgspec.Struct):
     choices: tuple[Choice, ...] = ()
     usage: Usage | None = None
     error: object = None
+
+    @property
+    def has_text(self) -> bool:
+        return any(
+            choice.text or (choice.delta is not None and choice.delta.content)
+            for choice in self.choices
+        )
 
 
 _decode_event = msgspec.json.Decoder(Event).decode
@@ -65,12 +79,17 @@ class _ResponseBody:
 
 
 class Connection:
-    """One connection to `url` (scheme http), for one request at a time; an async context manager."""
+    """One connection to `url`, for one request at a time; an async context manager.
+
+    The path of `url` comes before that of every request.
+    """
 
     def __init__(self, url: str, headers: Mapping[str, str] | None = None) -> None:
         parts = urlsplit(url)
+        self._tls = ssl.create_default_context() if parts.scheme == "https" else None
         self._host = parts.hostname or "127.0.0.1"
-        self._port = parts.port or 80
+        self._port = parts.port or (443 if self._tls else 80)
+        self._root = parts.path.rstrip("/")
         self._head = f"Host: {parts.netloc}\r\nContent-Type: application/json\r\n" + "".join(
             f"{name}: {value}\r\n" for name, value in (headers or {}).items()
         )
@@ -78,7 +97,9 @@ class Connection:
         self._writer: asyncio.StreamWriter | None = None
 
     async def __aenter__(self) -> Self:
-        self._reader, self._writer = await asyncio.open_connection(self._host, self._port)
+        self._reader, self._writer = await asyncio.open_connection(
+            self._host, self._port, ssl=self._tls
+        )
         return self
 
     async def __aexit__(
@@ -93,7 +114,7 @@ class Connection:
     async def send(self, method: str, path: str, body: bytes = b"") -> AsyncIterator[bytes]:
         """Body bytes as they arrive. Raises `RequestFailedError` or an `OSError`."""
         assert self._reader is not None and self._writer is not None, "use `async with`"
-        head = f"{method} {path} HTTP/1.1\r\n{self._head}Content-Length: {len(body)}\r\n\r\n"
+        head = f"{method} {self._root}{path} HTTP/1.1\r\n{self._head}Content-Length: {len(body)}\r\n\r\n"
         self._writer.write(head.encode() + body)
         response = _ResponseBody()
         parser = httptools.HttpResponseParser(response)
@@ -102,14 +123,17 @@ class Connection:
             data = await self._reader.read(READ_SIZE)
             if not data:
                 raise RequestFailedError("the server closed the connection")
-            parser.feed_data(data)
+            try:
+                parser.feed_data(data)
+            except httptools.HttpParserError as error:
+                raise RequestFailedError(f"what came is no HTTP: {error}") from error
             received = response.take()
             if parser.get_status_code() != 200:
-                failed += received
+                failed = (failed + received)[:_SHOWN]
             elif received:
                 yield received
         if parser.get_status_code() != 200:
-            raise RequestFailedError(f"{parser.get_status_code()}: {failed[:300]!r}")
+            raise RequestFailedError(f"{parser.get_status_code()}: {failed!r}")
 
     async def fetch(self, method: str, path: str, body: bytes = b"") -> bytes:
         """The whole body. Raises as `send`."""
@@ -124,7 +148,10 @@ class Connection:
                 payload = line.removeprefix(b"data:").strip()
                 if not line.startswith(b"data:") or payload == b"[DONE]":
                     continue
-                event = _decode_event(payload)
+                try:
+                    event = _decode_event(payload)
+                except msgspec.MsgspecError as error:
+                    raise RequestFailedError(f"an event that is none: {error}") from error
                 if event.error is not None:
                     raise RequestFailedError(str(event.error))
                 yield event
