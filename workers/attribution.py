@@ -27,7 +27,7 @@ def shares(length: int, members: Sequence[Member], fit: Coefficients | None) -> 
         raise ValueError("a step without members has nobody to share its time")
     if len(members) == 1:
         return [length]
-    return apportion(length, _weights(members, fit))
+    return apportion(length, weights(members, fit))
 
 
 def apportion(total: int, weights: Sequence[int]) -> list[int]:
@@ -48,7 +48,7 @@ def apportion(total: int, weights: Sequence[int]) -> list[int]:
     return parts
 
 
-def _weights(members: Sequence[Member], fit: Coefficients | None) -> list[int]:
+def weights(members: Sequence[Member], fit: Coefficients | None) -> list[int]:
     """u_i of each member, times 2·|B| so that no fraction is left."""
     if fit is None:
         return [member.num_tokens for member in members]
