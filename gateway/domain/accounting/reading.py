@@ -1,9 +1,11 @@
 """What audits, explanations and reports read of the ledger in common."""
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
+from functools import reduce
+from operator import add
 
-from sqlalchemy import select, text
+from sqlalchemy import ColumnElement, select, text
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from gateway.db.engine import Database
@@ -40,3 +42,8 @@ async def read_fits(session: AsyncSession) -> Fits:
 async def read_price_rows(session: AsyncSession) -> dict[str, PriceRow]:
     """The price book by id."""
     return {row.price_id: row for row in await session.scalars(select(PriceRow))}
+
+
+def sum_of(amounts: Iterable[ColumnElement[int]]) -> ColumnElement[int]:
+    """Of several columns of a row."""
+    return reduce(add, amounts)
