@@ -22,6 +22,7 @@ COMMANDS = {
     "worker": Command("cli.worker:worker", "Run one worker process (for a cluster)."),
     "models": Command("cli.models:models", "List, fetch, show and remove models."),
     "plan": Command("cli.plan:plan", "Compile for a TPU that is not here: does it fit?"),
+    "bench": Command("cli.bench:bench", "Load a server; how fast is it, how long does one wait?"),
     "doctor": Command("cli.doctor:doctor", "Report devices and versions, and what is missing."),
 }
 
