@@ -55,6 +55,17 @@ WORKER_OPTIONS = (
         help="Seconds that running answers may go on at a stop (default: 30).",
     ),
     click.option(
+        "--sku",
+        metavar="NAME",
+        help="Accelerator in the price book: v6e, h200 … (default: found on a TPU VM, else cpu).",
+    ),
+    click.option(
+        "--num-chips",
+        metavar="N",
+        help="Chips that the process holds (default: found on a TPU VM, else 1).",
+    ),
+    click.option("--region", metavar="NAME", help="Where the chips are, for their price."),
+    click.option(
         "--compile-cache-dir",
         metavar="DIR",
         help="Where compiled programs are kept (default: in ~/.cache/tpugate).",

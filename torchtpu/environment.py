@@ -24,8 +24,14 @@ from torchtpu.errors import EnvironmentConflictError, SettingError
 TpuPlatform = Literal["auto", "libtpu", "xla-cpu"]
 
 _GOOGLE_PCI_VENDOR = "0x1ae0"
-# TPU v4, v5p, v5e, v6e, v7. The vendor alone says nothing: Google's virtual network card has it too.
-_TPU_PCI_DEVICES = frozenset({"0x005e", "0x0062", "0x0063", "0x006f", "0x0076"})
+# The vendor alone says nothing: Google's virtual network card has it too.
+_TPU_PCI_DEVICES = {
+    "0x005e": "v4",
+    "0x0062": "v5p",
+    "0x0063": "v5e",
+    "0x006f": "v6e",
+    "0x0076": "v7x",
+}
 _TCMALLOC_NAMES = ("libtcmalloc_minimal.so.4", "libtcmalloc.so.4")
 _LIBRARY_DIRS = ("/usr/lib/x86_64-linux-gnu", "/usr/lib64", "/usr/lib", "/usr/local/lib")
 
@@ -171,15 +177,37 @@ def num_tpu_chips(devices: Path = Path("/dev"), pci: Path = Path("/sys/bus/pci/d
     return len(accelerators) or sum(_is_open_tpu(entry, devices) for entry in pci.glob("*"))
 
 
+def granted_chips(
+    devices: Path = Path("/dev"), pci: Path = Path("/sys/bus/pci/devices")
+) -> tuple[str, int] | None:
+    """Generation and number of the TPU chips that this process can open; None without any.
+
+    A chip is what is billed: one of v7x is two devices to torch.
+    """
+    num_chips = (
+        0 if os.environ.get("TPUGATE_TPU_PLATFORM") == "xla-cpu" else num_tpu_chips(devices, pci)
+    )
+    if not num_chips:
+        return None
+    generations = {name for entry in pci.glob("*") if (name := _tpu_generation(entry))}
+    return (generations.pop() if len(generations) == 1 else "tpu"), num_chips
+
+
 def _is_open_tpu(entry: Path, devices: Path) -> bool:
+    try:
+        group = (entry / "iommu_group").readlink().name
+    except OSError:
+        return False
+    return _tpu_generation(entry) is not None and (devices / "vfio" / group).exists()
+
+
+def _tpu_generation(entry: Path) -> str | None:
     try:
         vendor = (entry / "vendor").read_text(encoding="ascii").strip()
         device = (entry / "device").read_text(encoding="ascii").strip()
-        group = (entry / "iommu_group").readlink().name
     except (OSError, UnicodeDecodeError):
-        return False
-    known = vendor == _GOOGLE_PCI_VENDOR and device in _TPU_PCI_DEVICES
-    return known and (devices / "vfio" / group).exists()
+        return None
+    return _TPU_PCI_DEVICES.get(device) if vendor == _GOOGLE_PCI_VENDOR else None
 
 
 def num_cpu_cores(control_group: Path = Path("/sys/fs/cgroup")) -> int:

@@ -17,6 +17,7 @@ from urllib.parse import urlsplit
 from models.chat_format import REASONING_MARKS, TOOL_FORMATS
 from models.errors import ModelError
 from models.references import parse_reference
+from torchtpu.environment import granted_chips
 from workers.errors import ConfigError
 
 EngineKind = Literal["model", "fake"]
@@ -26,7 +27,18 @@ Dtype = Literal["auto", "bfloat16", "float16", "float32"]
 REDIS_SCHEMES = ("redis", "rediss", "unix")
 SCRIPTED_MODEL = "m-small"
 SCRIPTED_ROWS = 256
+WORD = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 MODEL_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/@+-]{0,199}")
+
+
+@dataclass(frozen=True)
+class Chips:
+    """What the process is granted, and billed for."""
+
+    sku: str
+    """What a price is asked for: `v6e`, `v5e`, `v7x`, `h200` …, or `cpu`."""
+    num: int
+    region: str
 
 
 @dataclass(frozen=True)
@@ -65,7 +77,20 @@ class WorkerConfig:
     """Where compiled programs are kept; with the device layer's caches if not given."""
     profile: Path | None = None
     """A folder, or a .json file, that takes a trace of every step."""
+    sku: str | None = None
+    """The accelerator as the price book names it; found out on a TPU VM, `cpu` without an accelerator."""
+    num_chips: int | None = None
+    """Chips that this process holds, whether it uses them or not; found out on a TPU VM, else 1."""
+    region: str = ""
+    """Where they are, for prices that differ by region."""
     log_level: str = "INFO"
+
+    @property
+    def chips(self) -> Chips:
+        found = granted_chips()
+        if self.device != "tpu" or self.engine == "fake" or found is None:
+            found = ("cpu" if self.device != "cuda" else "cuda", 1)
+        return Chips(self.sku or found[0], self.num_chips or found[1], self.region)
 
 
 def load_config(
@@ -133,6 +158,15 @@ def _text(name: str, value: object) -> str:
     return str(value).strip()
 
 
+def _word(name: str, value: object) -> str:
+    text = str(value).strip()
+    if not WORD.fullmatch(text):
+        raise ConfigError(
+            f"{_spoken(name)} must be up to 64 letters, digits and any of . _ -, not {text!r}."
+        )
+    return text
+
+
 def _path(name: str, value: object) -> Path:
     return Path(str(value)).expanduser().absolute()
 
@@ -193,8 +227,10 @@ _PARSERS: dict[str, Any] = {
     **dict.fromkeys(("compile_cache_dir", "profile"), _path),
     **dict.fromkeys(_CHOICES, _choice),
     **dict.fromkeys(
-        ("max_rows", "max_step_tokens", "num_blocks", "block_len", "context_len"), _count
+        ("max_rows", "max_step_tokens", "num_blocks", "block_len", "context_len", "num_chips"),
+        _count,
     ),
     "memory_share": _share,
+    **dict.fromkeys(("sku", "region"), _word),
     **dict.fromkeys(("drain_timeout_s", "step_delay_s"), _seconds),
 }

@@ -13,8 +13,10 @@ from functools import partial
 from queue import Empty, SimpleQueue
 from typing import Protocol
 
+from workers.chip_time import MAX_SPAN_S
 from workers.engine.interface import Engine, EngineFactory, EngineStats, LoadedEngine
 from workers.errors import HopelessLoadError, LoadError, RequestError
+from workers.meter import Meter
 from workers.protocol import (
     AbortRequest,
     FinishReason,
@@ -75,9 +77,10 @@ def terminal(
 
 
 class EngineThread:
-    def __init__(self, factory: EngineFactory, listener: EngineListener) -> None:
+    def __init__(self, factory: EngineFactory, listener: EngineListener, meter: Meter) -> None:
         self._factory = factory
         self._listener = listener
+        self._meter = meter
         self._loop = asyncio.get_running_loop()
         self._inbox: SimpleQueue[Command] = SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
@@ -126,7 +129,7 @@ class EngineThread:
 
     def _load(self) -> LoadedEngine | None:
         try:
-            loaded = self._factory(self._progress)
+            loaded = self._factory(self._progress, self._meter)
         except LoadError as error:
             self._tell_load_failed(str(error), is_hopeless=isinstance(error, HopelessLoadError))
             return None
@@ -134,6 +137,7 @@ class EngineThread:
             log.exception("The engine could not be built.")
             self._tell_load_failed("The model could not be loaded (see the log).")
             return None
+        self._meter.loaded()
         self._tell(self._listener.on_loaded, loaded)
         return loaded
 
@@ -149,9 +153,14 @@ class EngineThread:
     def _take_commands(self, engine: Engine) -> list[OutputDelta]:
         deltas: list[OutputDelta] = []
         while True:
+            is_idle = not (deltas or self._stopping or engine.has_work())
+            if is_idle:
+                self._meter.rest()
             try:
-                command = self._inbox.get(block=not (deltas or self._stopping or engine.has_work()))
+                command = self._inbox.get(block=is_idle, timeout=MAX_SPAN_S if is_idle else None)
             except Empty:
+                if is_idle:
+                    continue
                 return deltas
             deltas += self._obey(engine, command)
 
@@ -171,6 +180,7 @@ class EngineThread:
             engine.add(request)
         except RequestError as error:
             return terminal(request, FinishReason.ERROR, str(error), error.param)
+        self._meter.joined(request)
         return []
 
     def _fail(self, engine: Engine) -> None:
@@ -183,7 +193,9 @@ class EngineThread:
 
     def _report(self, deltas: list[OutputDelta]) -> None:
         """To wake the loop for each step costs more than steps of a small model do."""
-        self._news.append(deltas)
+        self._news.append(
+            [delta if delta.usage is None else self._meter.ended(delta) for delta in deltas]
+        )
         if not self._is_told:
             self._is_told = True
             self._tell(self._deliver)
@@ -201,6 +213,7 @@ class EngineThread:
         self._tell(partial(self._listener.on_load_failed, error, is_hopeless=is_hopeless))
 
     def _progress(self, what: str, share: float) -> None:
+        self._meter.progress(what)
         self._tell(self._listener.on_progress, what, share)
 
     def _tell(self, callback: Callable[..., None], *args: object) -> None:

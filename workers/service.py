@@ -15,10 +15,13 @@ import os
 import signal
 from collections.abc import Coroutine
 from dataclasses import asdict, replace
+from functools import partial
 from typing import Any
 
 import msgspec
 
+from workers.chip_time import Opened
+from workers.chip_time_writer import ChipTimeWriter
 from workers.claims import Claim, Claims
 from workers.config import WorkerConfig, sentence
 from workers.consumer import RequestQueue
@@ -27,6 +30,7 @@ from workers.engine_thread import ENGINE_FAILED, EngineThread
 from workers.heartbeat import Heartbeat
 from workers.intake import Intake
 from workers.link import OUTAGE, connect
+from workers.meter import Meter
 from workers.progress import INTERVAL_S, StartLog
 from workers.protocol import (
     FinishReason,
@@ -56,11 +60,13 @@ async def run_worker(config: WorkerConfig, factory: EngineFactory) -> int:
 class Service:
     def __init__(self, config: WorkerConfig, factory: EngineFactory) -> None:
         self._config = config
+        self._meter = meter = Meter(config.chips, partial(_opened, config))
         self._redis = connect(config.redis_url)
         self._queue = RequestQueue(self._redis, config.served_name, config.worker_id)
         self._publisher = Publisher(self._redis, self._queue.stream, config.worker_id)
         self._heartbeat = Heartbeat(self._redis, self._status)
-        self._engine = EngineThread(factory, self)
+        self._engine = EngineThread(factory, self, meter)
+        self._chip_time = ChipTimeWriter(self._redis, config.worker_id, config.served_name, meter)
         self._intake = Intake(
             self._redis, self._queue, self._publisher, self._engine, self.on_deltas
         )
@@ -75,6 +81,7 @@ class Service:
         self._watch_signals()
         log.info("%s starts as %s.", self._config.served_name, self._config.worker_id)
         self._spawn(self._heartbeat.run())
+        self._spawn(self._chip_time.run())
         self._engine.start()
         await self._wait_until_loaded()
         if not self._stop.is_set():
@@ -154,6 +161,7 @@ class Service:
         reclaiming = self._spawn(self._intake.reclaim_loop())
         await self._stop.wait()
         self._intake.close()
+        self._meter.is_draining = True
         self._state = WorkerState.DRAINING
         self._heartbeat.beat_now()
         # A read that is under way is let finish, or what it brings would be lost until this worker is gone.
@@ -234,14 +242,17 @@ class Service:
         # Not for ever: the Redis client sometimes turns a cancellation into an ordinary failed read.
         await asyncio.wait(self._tasks, timeout=FLUSH_TIMEOUT_S)
         self._engine.stop()
+        await self._engine.join(1.0)
+        self._meter.release()
         try:
             async with asyncio.timeout(FLUSH_TIMEOUT_S):
+                # Before the status goes, or an accountant might take the group for lost.
+                await self._chip_time.finish()
                 await self._heartbeat.take_back()
                 await self._queue.leave()
         except (*OUTAGE, TimeoutError) as error:
             log.warning("The status could not be taken back (%s); it expires by itself.", error)
         await self._redis.aclose()
-        await self._engine.join(1.0)
         log.info("Stopped.")
 
     def _watch_signals(self) -> None:
@@ -285,6 +296,21 @@ class Service:
         self._exit_code = FAILED
         self._stop.set()
         self._loaded.set()
+
+
+def _opened(config: WorkerConfig, granted_unix_ns: int) -> Opened:
+    return Opened(
+        number=0,
+        begin_ns=0,
+        end_ns=0,
+        model=config.served_name,
+        worker_id=config.worker_id,
+        engine="scripted" if config.engine == "fake" else "model",
+        sku=config.chips.sku,
+        num_chips=config.chips.num,
+        region=config.chips.region,
+        granted_unix_ns=granted_unix_ns,
+    )
 
 
 def requests(number: int) -> str:

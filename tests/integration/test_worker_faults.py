@@ -15,6 +15,7 @@ from workers import service
 from workers.config import WorkerConfig, load_config
 from workers.engine.interface import EngineFactory, LoadedEngine, Progress
 from workers.engine.scripted import ScriptedEngine, build_scripted
+from workers.engine.step_log import StepSink
 from workers.engine_thread import ENGINE_FAILED
 from workers.errors import HopelessLoadError, LoadError
 from workers.process import engine_factory
@@ -95,7 +96,7 @@ def config_for(url: str, worker_id: str = "a") -> WorkerConfig:
 async def test_a_failed_engine_ends_its_requests_with_an_error_and_the_process_with_1(
     redis_url: str, peer: GatewayPeer
 ):
-    def build(progress: Progress) -> LoadedEngine:
+    def build(progress: Progress, sink: StepSink) -> LoadedEngine:
         return build_scripted("m-small", BreakingEngine(capacity=2), progress)
 
     ids = [peer.enqueue([b"a", b"b", b"c"]) for _ in range(3)]
@@ -124,7 +125,7 @@ async def test_a_failed_engine_ends_its_requests_with_an_error_and_the_process_w
 async def test_a_failed_load_ends_the_process_with_its_code_and_one_sentence(
     redis_url: str, caplog: pytest.LogCaptureFixture, error: Exception, code: int, sentence: str
 ):
-    def build(progress: Progress) -> LoadedEngine:
+    def build(progress: Progress, sink: StepSink) -> LoadedEngine:
         raise error
 
     with caplog.at_level(logging.ERROR):
@@ -155,7 +156,7 @@ async def test_progress_is_published_while_the_model_loads(redis_url: str, peer:
     seen: list[tuple[WorkerState, str, float]] = []
     factory: EngineFactory = engine_factory(config_for(redis_url))
 
-    def build(progress: Progress) -> LoadedEngine:
+    def build(progress: Progress, sink: StepSink) -> LoadedEngine:
         for what, share in (("reading weights", 0.5), ("compiling buckets", 0.25)):
             progress(what, share)
             status = wait_until(
@@ -163,7 +164,7 @@ async def test_progress_is_published_while_the_model_loads(redis_url: str, peer:
                 f"the status says {what}",
             )
             seen.append((status.state, status.detail, status.progress))
-        factory(progress)
+        factory(progress, sink)
         raise LoadError("Enough.")
 
     assert await run_worker(config_for(redis_url), build) == 1

@@ -2,9 +2,12 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from workers.protocol import GenerateRequest, ModelCard, OutputDelta
+
+if TYPE_CHECKING:
+    from workers.engine.step_log import StepSink
 
 Progress = Callable[[str, float], None]
 """`progress(what, share)`: a short phrase and 0 … 1; called from the loading thread."""
@@ -90,5 +93,6 @@ class LoadedEngine:
     card: ModelCard
 
 
-EngineFactory = Callable[[Progress], LoadedEngine]
-"""Loads weights and compiles every bucket; raises `workers.errors.LoadError` with one clear sentence."""
+EngineFactory = Callable[[Progress, "StepSink"], LoadedEngine]
+"""Loads weights and compiles every bucket; the sink gets a record of each step. Raises `workers.errors.LoadError`
+with one clear sentence."""

@@ -122,6 +122,17 @@ class StepSink(Protocol):
 
 
 @dataclass(frozen=True)
+class Sinks:
+    """Several of them, as one."""
+
+    sinks: tuple[StepSink, ...]
+
+    def record(self, step: StepRecord) -> None:
+        for sink in self.sinks:
+            sink.record(step)
+
+
+@dataclass(frozen=True)
 class StepWork:
     """What a step computes, whichever engine runs it."""
 
