@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import math
 import random
 import signal
 import sys
@@ -109,6 +110,8 @@ def bench(**given: Any) -> None:  # noqa: ANN401
 def _load(given: Mapping[str, Any]) -> Load:
     if given["num_requests"] is not None and given["seconds"] is not None:
         raise SettingError("--requests and --seconds do not go together")
+    if given["seconds"] is not None and not math.isfinite(given["seconds"]):
+        raise SettingError(f"--seconds must be a number, not {given['seconds']}")
     num_requests = given["num_requests"]
     if given["seconds"] is None and num_requests is None:
         num_requests = DEFAULT_TURNS * given["concurrency"]
