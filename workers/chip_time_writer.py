@@ -112,9 +112,11 @@ class ChipTimeWriter:
     async def _look(self) -> None:
         """Forget what is committed, read the fits, and send again what may be lost."""
         self._looked_s = time.monotonic()
-        committed, fits = checked(
+        committed, fits, num_batches = checked(
             await self._channel.call(
-                ("GET", committed_key(self._group)), ("GET", fits_key(self._model))
+                ("GET", committed_key(self._group)),
+                ("GET", fits_key(self._model)),
+                ("XLEN", CHIP_TIME_STREAM),
             )
         )
         self._forget_below(_number(committed))
@@ -125,6 +127,9 @@ class ChipTimeWriter:
                 self._meter.fits = None
         if not self._num_sent:
             self._moved_s = self._looked_s
+        elif not num_batches:
+            # An accountant deletes a batch after it has said that it is committed: Redis has lost these.
+            self._num_sent = 0
         elif self._looked_s - self._moved_s >= self._resend_s:
             self._num_sent = 0
             self._moved_s = self._looked_s
