@@ -277,6 +277,6 @@ def _member(member: StepMember) -> Member:
         member.num_tokens,
         member.context_len,
         member.num_cached,
-        member.is_kept,
+        member.is_kept or not member.samples,
         member.phase == "prefill" and member.num_preemptions > 0,
     )
