@@ -34,8 +34,6 @@ from litestar.openapi.spec import (
 )
 from pydantic import BaseModel
 
-from gateway.domain.accounting.tags import TAG
-
 SECURITY_SCHEME = "api_key"
 
 _MEANINGS = {
@@ -99,10 +97,9 @@ def operation(
     """An `operation_class` for a handler.
 
     `answer` is that of status 200, or one for each status that is no error. One that a model `generates` may
-    be server-sent events too, can be tagged and tells what it has cost. `parameters` are headers that the
-    handler reads itself.
+    be server-sent events too and tells what it has cost. `parameters` are headers that the handler reads itself.
     """
-    given = (*parameters, *((_tag_parameter(),) if generates else ()))
+    given = tuple(parameters)
     answers = answer if isinstance(answer, dict) else {200: answer} if answer is not None else {}
 
     @dataclass
@@ -188,15 +185,6 @@ def _request_id_parameter() -> Parameter:
         param_in="header",
         description="Comes back with the answer if it is 1 to 128 printable ASCII characters",
         schema=Schema(type=OpenAPIType.STRING),
-    )
-
-
-def _tag_parameter() -> Parameter:
-    return Parameter(
-        name="X-Tpugate-Tag",
-        param_in="header",
-        description="What the request is spent on: a line of the cost report",
-        schema=Schema(type=OpenAPIType.STRING, pattern=f"^{TAG}$"),
     )
 
 

@@ -5,6 +5,7 @@ from dataclasses import replace
 from litestar import Controller, post
 from litestar.types import ASGIApp
 
+from gateway.domain.accounting.tags import PARAMETER as TAG
 from gateway.domain.accounts.guards import requires_key
 from gateway.domain.messages.schemas import (
     CountTokensRequest,
@@ -36,6 +37,7 @@ class MessageController(Controller):
             MessagesRequest,
             MessageAnswer,
             generates=True,
+            parameters=[TAG],
             errors=replace(GENERATION_ERRORS, body=MessagesError),
             example={**_HELLO, "max_tokens": 60},
         ),

@@ -3,6 +3,7 @@
 from litestar import Controller, HttpMethod, get, post
 from litestar.types import ASGIApp
 
+from gateway.domain.accounting.tags import PARAMETER as TAG
 from gateway.domain.accounts.guards import KeyedRoute, requires_key
 from gateway.domain.openai.answer_schemas import ChatCompletion, Completion
 from gateway.domain.openai.replays import answered_once
@@ -46,6 +47,7 @@ class OpenAIController(Controller):
             ChatCompletionRequest,
             ChatCompletion,
             generates=True,
+            parameters=[TAG],
             errors=GENERATION_ERRORS,
             example={"model": _MODEL, "messages": _MESSAGES, "temperature": 0, "max_tokens": 32},
         ),
@@ -64,6 +66,7 @@ class OpenAIController(Controller):
             CompletionRequest,
             Completion,
             generates=True,
+            parameters=[TAG],
             errors=GENERATION_ERRORS,
             example={"model": _MODEL, "prompt": "Once upon a time", "max_tokens": 32},
         ),

@@ -6,6 +6,7 @@ from litestar import Controller, delete, get, post
 from litestar.params import Parameter
 from litestar.types import ASGIApp
 
+from gateway.domain.accounting.tags import PARAMETER as TAG
 from gateway.domain.accounts.guards import requires_key
 from gateway.domain.openai.replays import answered_once
 from gateway.domain.openai.services import HttpRequest
@@ -34,6 +35,7 @@ class ResponseController(Controller):
             ResponsesRequest,
             ResponseAnswer,
             generates=True,
+            parameters=[TAG],
             errors=GENERATION_ERRORS,
             example={"model": "smollm2-135m-instruct", "input": "Name five rivers."},
         ),
