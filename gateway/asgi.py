@@ -30,6 +30,7 @@ from gateway.db.engine import Database
 from gateway.dispatch import Dispatcher
 from gateway.domain.accounting.live import LiveCosts
 from gateway.domain.accounting.rates import read_rates
+from gateway.domain.accounting.service import Accounting
 from gateway.domain.accounts.controllers import KeyController
 from gateway.domain.accounts.services import AccountService
 from gateway.domain.messages.controllers import MessageController
@@ -80,6 +81,7 @@ def create_app(settings: GatewaySettings) -> Litestar:
     dispatcher = Dispatcher(settings)
     metrics = Metrics(dispatcher)
     costs = LiveCosts(partial(read_rates, database), settings.cost_refresh_s)
+    accounting = Accounting(settings, database, dispatcher.gateway_id)
     completions = CompletionService(settings, dispatcher, metrics, costs)
     tokenization = TokenizationService(settings, dispatcher)
     messages = MessageService(settings, dispatcher, completions)
@@ -93,8 +95,10 @@ def create_app(settings: GatewaySettings) -> Litestar:
             await accounts.prepare()
             await dispatcher.start()
             costs.start()
+            accounting.start()
             yield
         finally:
+            await accounting.stop()
             await costs.stop()
             await responses.stop()
             await replays.stop()

@@ -65,6 +65,8 @@ class GatewaySettings(BaseModel):
     """How old the prices and the idle share may be that answers tell their cost with."""
     response_max_bytes: int = Field(default=1024 * 1024, ge=1024)
     """A response that is larger, with its input and compressed, is not stored."""
+    accountant: Literal["on", "off"] = "on"
+    """Whether this process may write the ledger; of all that may, one does at a time."""
     cors_origin: str = Field(default="*", pattern=r"^(\*|none|https?://[\x21-\x7e]+)$")
     """Origin whose pages may ask from a browser: any, none, or the one that is named."""
     retry_after_full_s: int = Field(default=1, ge=1)

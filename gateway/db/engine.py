@@ -5,9 +5,11 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 from advanced_alchemy.base import UUIDAuditBase
-from sqlalchemy import make_url
+from sqlalchemy import event, make_url
+from sqlalchemy.engine.interfaces import DBAPIConnection
 from sqlalchemy.exc import DBAPIError, IntegrityError, SQLAlchemyError
 from sqlalchemy.ext.asyncio import AsyncSession, async_sessionmaker, create_async_engine
+from sqlalchemy.pool import ConnectionPoolEntry
 
 from gateway.errors import StartupError, UnavailableError
 from gateway.settings import GatewaySettings
@@ -23,6 +25,8 @@ class Database:
         try:
             self._name = _shown(url)
             self._engine = create_async_engine(url, hide_parameters=True)
+            if self._engine.dialect.name == "sqlite":
+                event.listen(self._engine.sync_engine, "connect", _tune_sqlite)
         except (SQLAlchemyError, ImportError) as error:
             raise StartupError(f"TPUGATE_DATABASE_URL cannot be used: {error}") from error
         self._sessions = async_sessionmaker(self._engine, expire_on_commit=False)
@@ -56,6 +60,15 @@ class Database:
 
     async def close(self) -> None:
         await self._engine.dispose()
+
+
+def _tune_sqlite(connection: DBAPIConnection, _: ConnectionPoolEntry) -> None:
+    """Readers and the one writer do not wait for each other, and another process's write is waited for."""
+    cursor = connection.cursor()
+    cursor.execute("PRAGMA busy_timeout = 10000")
+    cursor.execute("PRAGMA journal_mode = WAL")
+    cursor.execute("PRAGMA synchronous = NORMAL")
+    cursor.close()
 
 
 def _reason(error: Exception) -> str:

@@ -9,62 +9,54 @@ nobody. While the database is away, the rates that were read last go on.
 
 import asyncio
 import logging
+import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from decimal import Decimal
 from enum import StrEnum
 
+import msgspec
+
+from gateway.domain.accounting.prices import NoPrice, NoPriceReason, Price, PriceBook, Pricing
 from gateway.errors import GatewayError
 from workers.protocol import Usage
 
 logger = logging.getLogger(__name__)
 
 HEADER = b"x-cost-usd"
-_NANOS_PER_HOUR = 3600 * 10**9
+_ZERO = Decimal(0)
 _SHOWN = Decimal("1e-12")
 """Dollars are shown to the trillionth: about what a nanosecond of a chip costs."""
 
 
 class Unknown(StrEnum):
-    """Why there is no cost."""
+    """Why there is no cost, if the price book (`NoPriceReason`) is not at fault."""
 
     NOT_METERED = "not_metered"
     """The worker did not tell its chip-time."""
-    NO_PRICE = "no_price"
-    """The price book has no price that is valid now."""
     NO_KAPPA = "no_kappa"
     """The ledger has no step of the model in the last day."""
-
-
-@dataclass(frozen=True)
-class Price:
-    """What a chip costs now."""
-
-    id: str
-    sku: str
-    term: str
-    usd_per_chip_hour: Decimal
 
 
 @dataclass(frozen=True)
 class Rates:
     """What costs are told with, as it was read last."""
 
-    prices: Mapping[str, Price] = field(default_factory=dict)
-    """By sku."""
+    pricing: Pricing = field(default_factory=lambda: Pricing(PriceBook()))
     kappas: Mapping[str, Decimal] = field(default_factory=dict)
     """By model: all chip-time of the last day over that of steps, >= 1."""
 
 
-@dataclass(frozen=True)
-class LiveCost:
+class LiveCost(msgspec.Struct, frozen=True):
     """Of one answer, all its prompts and choices together."""
 
-    reason: Unknown | None
+    reason: Unknown | NoPriceReason | None
     """Why `loaded` is None."""
     prefill_ns: int | None = None
     """Nano-chip-seconds."""
     decode_ns: int | None = None
+    skus: tuple[str, ...] = ()
+    """Of its chips; as `prices` several only where prompts ran on different ones."""
     prices: tuple[Price, ...] = ()
     kappa: Decimal | None = None
     active: Decimal | None = None
@@ -73,18 +65,19 @@ class LiveCost:
 
     def fields(self) -> dict[str, object]:
         """For `usage`. Flat, and numbers are floats throughout: clients add up what several answers have there."""
+        loaded = _dollars(self.loaded)
         return {
-            "cost": _dollars(self.loaded),
+            "cost": loaded,
             "cost_details": {
                 "provisional": True,
                 "active": _dollars(self.active),
-                "loaded": _dollars(self.loaded),
+                "loaded": loaded,
                 "kappa": None if self.kappa is None else round(float(self.kappa), 9),
                 "prefill_chip_seconds": _seconds(self.prefill_ns),
                 "decode_chip_seconds": _seconds(self.decode_ns),
-                "price_id": _joined(price.id for price in self.prices),
-                "sku": _joined(price.sku for price in self.prices),
-                "term": _joined(price.term for price in self.prices),
+                "price_id": _joined([price.id for price in self.prices]),
+                "sku": _joined(self.skus),
+                "term": _joined([price.term.value for price in self.prices]),
                 "reason": self.reason,
             },
         }
@@ -99,28 +92,30 @@ class LiveCost:
 NOT_METERED = LiveCost(Unknown.NOT_METERED)
 
 
-def live_cost(rates: Rates, model: str, usages: Iterable[Usage]) -> LiveCost:
+def live_cost(rates: Rates, model: str, usages: Iterable[Usage], now_ns: int) -> LiveCost:
     """What the requests (one for each prompt) of an answer have cost together."""
-    nanos: dict[str, int] = {}
+    spent: dict[tuple[str, str], int] = {}
     prefill_ns = decode_ns = 0
     for usage in usages:
         prefill_ns += usage.prefill_chip_ns
         decode_ns += usage.decode_chip_ns
-        spent = usage.prefill_chip_ns + usage.decode_chip_ns
-        nanos[usage.sku] = nanos.get(usage.sku, 0) + spent
-    if not nanos or "" in nanos:
+        chips = (usage.sku, usage.region)
+        spent[chips] = spent.get(chips, 0) + usage.prefill_chip_ns + usage.decode_chip_ns
+    skus = tuple([sku for sku, _ in spent])
+    if not all(skus) or not skus:
         return NOT_METERED
-    prices = tuple(rates.prices[sku] for sku in nanos if sku in rates.prices)
-    if len(prices) < len(nanos):
-        return LiveCost(Unknown.NO_PRICE, prefill_ns, decode_ns, prices)
-    active = sum(
-        (price.usd_per_chip_hour * nanos[price.sku] / _NANOS_PER_HOUR for price in prices),
-        Decimal(0),
-    )
+    active = _ZERO
+    prices: list[Price] = []
+    for (sku, region), nanos in spent.items():
+        price = rates.pricing.price_at(sku, region, now_ns)
+        if isinstance(price, NoPrice):
+            return LiveCost(price.reason, prefill_ns, decode_ns, skus)
+        active += price.dollars(nanos)
+        prices.append(price)
     kappa = rates.kappas.get(model)
-    if kappa is None:
-        return LiveCost(Unknown.NO_KAPPA, prefill_ns, decode_ns, prices, None, active)
-    return LiveCost(None, prefill_ns, decode_ns, prices, kappa, active, kappa * active)
+    reason = Unknown.NO_KAPPA if kappa is None else None
+    loaded = None if kappa is None else kappa * active
+    return LiveCost(reason, prefill_ns, decode_ns, skus, tuple(prices), kappa, active, loaded)
 
 
 class LiveCosts:
@@ -143,7 +138,7 @@ class LiveCosts:
 
     def of(self, model: str, usages: Iterable[Usage]) -> LiveCost:
         """See `live_cost`. Asks nobody."""
-        return live_cost(self._rates, model, usages)
+        return live_cost(self._rates, model, usages, time.time_ns())
 
     async def _run(self) -> None:
         while True:
@@ -165,5 +160,4 @@ def _seconds(nanos: int | None) -> float | None:
 
 
 def _joined(words: Iterable[str]) -> str | None:
-    """Several only where the prompts of a request ran on different chips."""
     return ",".join(words) or None
