@@ -4,13 +4,13 @@ import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-from advanced_alchemy.base import UUIDAuditBase
 from sqlalchemy import event, make_url
 from sqlalchemy.engine.interfaces import DBAPIConnection
 from sqlalchemy.exc import DBAPIError, IntegrityError, SQLAlchemyError
 from sqlalchemy.ext.asyncio import AsyncSession, async_sessionmaker, create_async_engine
 from sqlalchemy.pool import ConnectionPoolEntry
 
+from gateway.db.schema import is_current, upgrade
 from gateway.errors import StartupError, UnavailableError
 from gateway.settings import GatewaySettings
 
@@ -32,10 +32,13 @@ class Database:
         self._sessions = async_sessionmaker(self._engine, expire_on_commit=False)
 
     async def create_tables(self) -> None:
-        """Make what is missing. Raises `StartupError` if the database cannot be opened or written."""
+        """Bring the schema up to date. Raises `StartupError` if the database cannot be opened or written."""
         try:
+            async with self._engine.connect() as connection:
+                if await connection.run_sync(is_current):
+                    return
             async with self._engine.begin() as connection:
-                await connection.run_sync(UUIDAuditBase.metadata.create_all)
+                await connection.run_sync(upgrade)
         except (SQLAlchemyError, OSError) as error:
             raise StartupError(
                 f"the database {self._name} cannot be opened: {_reason(error)}"
