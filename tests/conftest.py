@@ -12,6 +12,7 @@ from xdist.scheduler import LoadScopeScheduling
 from models.errors import SourceUnavailableError
 from models.library import resolve
 from models.settings import ModelSettings
+from tests.fakes.postgres import OwnPostgres
 from tests.fakes.processes import WorkerUnderTest
 from tests.fakes.valkey import OwnValkey
 from tests.fakes.wire import GatewayPeer
@@ -108,6 +109,21 @@ def redis_url(valkey_server: OwnValkey) -> str:
     with redis.Redis.from_url(valkey_server.url) as client:
         client.flushall()
     return valkey_server.url
+
+
+@pytest.fixture(scope="session")
+def postgres_server() -> Iterator[OwnPostgres]:
+    with OwnPostgres() as server:
+        yield server
+
+
+@pytest.fixture(params=["sqlite", "postgresql"])
+def database_url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    """SQLAlchemy URL of an empty database, of both kinds in turn."""
+    if request.param == "sqlite":
+        return f"sqlite+aiosqlite:///{tmp_path / 'test.sqlite'}"
+    url: str = request.getfixturevalue("postgres_server").database()
+    return url
 
 
 @pytest.fixture
