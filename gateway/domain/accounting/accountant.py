@@ -224,12 +224,17 @@ class Accountant:
         waiting, pricing = self._groups[group_id], self._pricing
         assert pricing is not None
         while news := _in_turn(waiting):
+            before = waiting.next_number
             try:
                 waiting.next_number = await self._booking.book(group_id, news, pricing)
             except OutOfTurnError:
                 waiting.next_number = await self._next_number(group_id)
             except UnknownFitError as error:
                 raise UnavailableError(f"Chip-time of {group_id} waits: {error}.") from error
+            if waiting.next_number == before:
+                # It was taken for lost and lives, or begins with something else than its beginning.
+                logger.error("entries of %s are dropped: its line has ended", group_id)
+                waiting.next_number = 1 + max(waiting.messages.values())
             waiting.entries = {
                 number: pair
                 for number, pair in waiting.entries.items()

@@ -8,6 +8,7 @@ import asyncio
 from collections.abc import Iterable, Sequence
 
 from sqlalchemy import Table, delete, insert, select, update
+from sqlalchemy.exc import IntegrityError
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from gateway.db.engine import Database
@@ -72,20 +73,12 @@ class Booking:
         They must follow each other, and the group's line or a new group's beginning. Gives the number of the
         next entry. Raises `UnavailableError`, `OutOfTurnError`, `posting.UnknownFitError`.
         """
-        async with self._database.session() as session:
-            group = await session.get(ChipGroup, group_id)
-            if group is None:
-                first = entries[0][0]
-                if not isinstance(first, Opened):
-                    return 0
-                group = _new_group(group_id, first)
-                session.add(group)
-                await session.flush()
-            news = [pair for pair in entries if pair[0].number >= group.next_number]
-            if not news or news[0][0].number != group.next_number or group.ended:
-                return group.next_number
-            await self._write(session, group, news, pricing)
-            return news[-1][0].number + 1
+        try:
+            async with self._database.session() as session:
+                return await self._book(session, group_id, entries, pricing)
+        except IntegrityError as error:
+            # Another accountant has written the same rows first.
+            raise OutOfTurnError(group_id) from error
 
     async def lose(self, group_id: str, seen_unix_ns: int, pricing: Pricing) -> bool:
         """End a group that has died: what passed since its last entry is a fault. False if it has ended."""
@@ -112,6 +105,27 @@ class Booking:
                 row.residual_ppm,
             )
         return self._fits
+
+    async def _book(
+        self,
+        session: AsyncSession,
+        group_id: str,
+        entries: Sequence[tuple[AnyEntry, bytes]],
+        pricing: Pricing,
+    ) -> int:
+        group = await session.get(ChipGroup, group_id)
+        if group is None:
+            first = entries[0][0]
+            if not isinstance(first, Opened):
+                return 0
+            group = _new_group(group_id, first)
+            session.add(group)
+            await session.flush()
+        news = [pair for pair in entries if pair[0].number >= group.next_number]
+        if not news or news[0][0].number != group.next_number or group.ended:
+            return group.next_number
+        await self._write(session, group, news, pricing)
+        return news[-1][0].number + 1
 
     async def _write(
         self,
