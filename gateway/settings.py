@@ -67,6 +67,8 @@ class GatewaySettings(BaseModel):
     """A response that is larger, with its input and compressed, is not stored."""
     accountant: Literal["on", "off"] = "on"
     """Whether this process may write the ledger; of all that may, one does at a time."""
+    keep_log_days: float = Field(default=30.0, gt=0)
+    """How long single steps are kept; what was made of them stays."""
     cors_origin: str = Field(default="*", pattern=r"^(\*|none|https?://[\x21-\x7e]+)$")
     """Origin whose pages may ask from a browser: any, none, or the one that is named."""
     retry_after_full_s: int = Field(default=1, ge=1)

@@ -16,7 +16,9 @@ from gateway.domain.accounting.accountant import Accountant
 from gateway.domain.accounting.audit import audit
 from gateway.domain.accounting.booking import Booking, OutOfTurnError
 from gateway.domain.accounting.closing import close_hours
+from gateway.domain.accounting.fits import MIN_STEPS, refit
 from gateway.domain.accounting.prices import Price, PriceBook, Pricing, Term
+from gateway.domain.accounting.retention import prune
 from gateway.domain.accounting.tables import (
     DAY_S,
     HOUR_S,
@@ -34,15 +36,19 @@ from gateway.settings import GatewaySettings
 from gateway.streams import connect
 from tests.fakes.chip_time import HOUR_UNIX_NS, SECOND, Life, random_life
 from tests.fakes.valkey import OwnValkey
+from workers.attribution import weights
 from workers.chip_time import (
     CHIP_TIME_STREAM,
     Batch,
+    Coefficients,
     Member,
     Span,
     Spent,
     committed_key,
     decode_entry,
+    decode_fits,
     encode,
+    fits_key,
 )
 from workers.protocol import PAYLOAD_FIELD, FinishReason
 
@@ -71,7 +77,7 @@ class Office:
     def __init__(self, url: str, database: Database, pricing: Pricing, name: str) -> None:
         self.redis = connect(url, 5.0)
         self.pricing = pricing
-        self.accountant = Accountant(self.redis, database, self._read_pricing, name)
+        self.accountant = Accountant(self.redis, database, self._read_pricing, name, 3600.0)
         self.task = asyncio.create_task(self.accountant.run())
 
     async def _read_pricing(self) -> Pricing:
@@ -135,7 +141,7 @@ async def wait_for(database: Database, life: Life) -> None:
 
 async def assert_sound(database: Database) -> None:
     found = await audit(database)
-    assert found.is_sound, found.as_dict()
+    assert found.is_sound, [check.as_dict() for check in found.checks if not check.is_sound]
 
 
 async def write_prices(database: Database, *prices: Price) -> Pricing:
@@ -358,6 +364,61 @@ async def test_what_comes_after_a_groups_end_stops_nobody(database: Database, op
     await until(lambda: _is_empty(office), "Redis keeps nothing")
     assert (await group_of(database)).next_number == 2  # type: ignore[union-attr]
     assert await group_of(database, "nameless") is None
+
+
+async def test_old_entries_go_and_the_rest_can_still_be_audited(database: Database):
+    lives = [random_life(seed, f"g{seed}", 60) for seed in (7, 8)]
+    for life in lives:
+        life.release()
+        await book(database, life)
+    last_s = min(life.granted_unix_ns + life.end_ns for life in lives) / SECOND
+    assert await prune(database, last_s - HOUR_S) == 0, "its hours are open"
+    await close_hours(database, LATER_S)
+    lines = len(await rows(database, Charge))
+    assert await prune(database, last_s - HOUR_S) > 0
+    groups = [await group_of(database, life.group) for life in lives]
+    assert all(group is not None and group.first_kept > 0 and group.checkpoint for group in groups)
+    assert len(await rows(database, Charge)) == lines
+    await assert_sound(database)
+
+
+async def test_steps_are_fitted_and_shared_by_the_fit_from_then_on(
+    database: Database, open_office: Open
+):
+    true = Coefficients(9_000_000_000, 40_000_000, 3_000, 70_000_000, 20_000)
+    life, chance = Life(num_chips=1), random.Random(1)
+
+    def one_step() -> None:
+        members = [
+            Member("a", i, chance.random() < 0.4, 1 + chance.randrange(30), chance.randrange(900))
+            for i in range(1 + chance.randrange(9))
+        ]
+        cost = sum(weights(members, true)) / 2 / len(members) / 1000
+        life.step(members, round(cost * chance.uniform(0.99, 1.01)))
+
+    life.join("a", "k1")
+    for _ in range(MIN_STEPS):
+        one_step()
+    await book(database, life)
+    fits = await refit(database, "m", "v6e")
+    assert fits is not None
+    found = fits.buckets["b"]
+    for name in ("fixed", "prefill", "decode"):
+        assert abs(getattr(found, name) / getattr(true, name) - 1) < 0.1, found
+    office = open_office()
+    # It fits for itself as it begins.
+    told = await until(lambda: office.redis.get(fits_key("m")), "workers can read it")
+    fits = decode_fits(told)
+    assert set(fits.buckets) == {"b"}
+    life.fit = fits.id
+    one_step()
+    for batch in life.batches():
+        await office.send(batch)
+    await wait_for(database, life)
+    (period,) = await rows(database, Period)
+    assert period.fitted_ns == life.end_ns - life.entries[-1].begin_ns
+    assert 0 < period.residual_ns < 0.02 * period.fitted_ns
+    await assert_sound(database)
 
 
 async def test_what_a_failed_step_and_an_aborted_request_took_is_told(database: Database):

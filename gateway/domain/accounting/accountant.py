@@ -23,8 +23,10 @@ from sqlalchemy import func, insert, select, update
 from gateway.db.engine import Database
 from gateway.domain.accounting.booking import Booking, OutOfTurnError
 from gateway.domain.accounting.closing import close_hours
+from gateway.domain.accounting.fits import newest_fits, refit
 from gateway.domain.accounting.posting import UnknownFitError
 from gateway.domain.accounting.prices import Pricing
+from gateway.domain.accounting.retention import prune
 from gateway.domain.accounting.tables import BadBatch, ChipGroup
 from gateway.errors import GatewayError, UnavailableError
 from workers.channel import Channel, checked, entries_of
@@ -35,6 +37,8 @@ from workers.chip_time import (
     committed_key,
     decode_batch,
     decode_entry,
+    encode,
+    fits_key,
 )
 from workers.protocol import HEARTBEAT_TTL_S, worker_key
 
@@ -49,6 +53,8 @@ _SLICE = 100
 _MAX_EARLY = 200_000
 """Entries of a group that wait for missing ones; more are left in Redis."""
 _UPKEEP_S = 2.0
+_TIDY_S = 600.0
+"""How often costs are fitted and old entries go."""
 _MISSES_UNTIL_LOST = 4
 """Looks, with Redis well, at which a group's worker has no status, until it is taken for lost."""
 _LONGEST_PAUSE_S = 5.0
@@ -72,9 +78,15 @@ class Accountant:
     """`run` until it is cancelled."""
 
     def __init__(
-        self, redis: Redis, database: Database, read_pricing: ReadPricing, owner: str
+        self,
+        redis: Redis,
+        database: Database,
+        read_pricing: ReadPricing,
+        owner: str,
+        keep_log_s: float,
     ) -> None:
         """`owner` is unique; `read_pricing` may raise `UnavailableError`."""
+        self._keep_log_s = keep_log_s
         self._channel = Channel(redis)
         self._database = database
         self._read_pricing = read_pricing
@@ -86,6 +98,7 @@ class Accountant:
         self._has_recovered = False
         """The pending messages of this tenure were read."""
         self._upkeep_s = 0.0
+        self._tidied_s = 0.0
         self._pricing: Pricing | None = None
         self.lag_s: float | None = None
         """Age of the oldest message in the stream when it was last looked at; None without the lease."""
@@ -117,11 +130,24 @@ class Accountant:
             self._pricing = await self._read_pricing()
             await self._look_after_groups()
             await close_hours(self._database, time.time())
+            if now_s - self._tidied_s >= _TIDY_S:
+                await self._tidy()
+                self._tidied_s = now_s
         messages = await self._read()
         for message_id, payload in messages:
             await self._take(message_id, payload)
         for group_id in list(self._groups):
             await self._book(group_id)
+
+    async def _tidy(self) -> None:
+        await prune(self._database, time.time() - self._keep_log_s)
+        async with self._database.session() as session:
+            query = select(ChipGroup.model, ChipGroup.sku).where(ChipGroup.ended == "").distinct()
+            kinds = [(row[0], row[1]) for row in await session.execute(query)]
+        for model, sku in kinds:
+            await refit(self._database, model, sku)
+        for model, fits in (await newest_fits(self._database)).items():
+            checked(await self._channel.call(("SET", fits_key(model), encode(fits))))
 
     # Redis
 

@@ -154,8 +154,6 @@ class Booking:
             await asyncio.to_thread(posting.post, entries)
         else:
             posting.post(entries)
-        if is_lost:
-            posting.lose()
         await _move_on(session, group, news, posting, is_lost=is_lost)
         await _write_log(session, group, news, posting)
         await _write_open(session, group.group_id, before, posting.opened.values())

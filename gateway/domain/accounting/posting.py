@@ -163,11 +163,6 @@ class Posting:
         for entry in entries:
             self._post(entry)
 
-    def lose(self) -> None:
-        """The group is gone: what is open ends as a fault."""
-        for request_id in list(self.opened):
-            self._close(self.opened.pop(request_id), FAULT)
-
     def rollups(self, grain_s: int) -> dict[tuple[int, str, str, str], Amounts]:
         """By start, key, tag and price."""
         found: dict[tuple[int, str, str, str], Amounts] = {}
@@ -193,6 +188,8 @@ class Posting:
             self._step(entry, period, hour, price_id)
         for ended in entry.ended:
             self._end(ended, hour, price_id, entry.number)
+        if isinstance(entry, Released):
+            self._lose()
 
     def _turn(self, hour: int, price_id: str, number: int) -> None:
         """Where the hour or the price is another one, what is open becomes lines, and goes on."""
@@ -279,6 +276,11 @@ class Posting:
         one.last_number = number
         one.amounts["delivered_tokens"] += ended.num_output_tokens
         self._close(one, ended.reason.value)
+
+    def _lose(self) -> None:
+        """The group is gone: what is open has not been finished."""
+        for request_id in list(self.opened):
+            self._close(self.opened.pop(request_id), FAULT)
 
     def _close(self, one: Open, status: str) -> None:
         self.lines.append(Line(one, status))
