@@ -23,6 +23,7 @@ COMMANDS = {
     "models": Command("cli.models:models", "List, fetch, show and remove models."),
     "plan": Command("cli.plan:plan", "Compile for a TPU that is not here: does it fit?"),
     "bench": Command("cli.bench:bench", "Load a server; how fast is it, how long does one wait?"),
+    "cost": Command("cli.cost:cost", "What was spent: reports, one request's steps, an audit."),
     "doctor": Command("cli.doctor:doctor", "Report devices and versions, and what is missing."),
 }
 
