@@ -29,9 +29,15 @@ def database_options(command: F) -> F:
 
 
 def with_database(
-    work: Callable[[Any], Awaitable[T]], database_url: str | None, data_dir: str | None
+    work: Callable[[Any], Awaitable[T]],
+    database_url: str | None,
+    data_dir: str | None,
+    *,
+    is_new: bool = False,
 ) -> T:
     """Run `work(database)`; the gateway's errors become a sentence and an exit code.
+
+    `is_new` makes the database if there is none.
 
     Raises `SettingError` for what was asked wrongly, `CommandError` for what cannot be done.
     """
@@ -42,7 +48,10 @@ def with_database(
     async def run() -> T:
         given = {"database_url": database_url, "data_dir": data_dir}
         settings = GatewaySettings.from_environment(None, **given)
-        if settings.database_url is None and not (settings.data_dir / "tpugate.sqlite").exists():
+        is_there = settings.database_url or (settings.data_dir / "tpugate.sqlite").exists()
+        if is_new and not is_there:
+            settings.data_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
+        elif not is_there:
             raise CommandError(f"There is no ledger in {settings.data_dir}: give --data-dir.")
         database = Database(settings)
         try:

@@ -24,6 +24,9 @@ COMMANDS = {
     "plan": Command("cli.plan:plan", "Compile for a TPU that is not here: does it fit?"),
     "bench": Command("cli.bench:bench", "Load a server; how fast is it, how long does one wait?"),
     "cost": Command("cli.cost:cost", "What was spent: reports, one request's steps, an audit."),
+    "prices": Command(
+        "cli.prices:prices", "The price book: dollars per chip-hour, and who says so."
+    ),
     "doctor": Command("cli.doctor:doctor", "Report devices and versions, and what is missing."),
 }
 

@@ -8,15 +8,16 @@ from sqlalchemy.ext.asyncio import AsyncSession
 
 from gateway.db.engine import Database
 from gateway.domain.accounting.live import Rates
-from gateway.domain.accounting.prices import Price, PriceBook, Pricing, Term
-from gateway.domain.accounting.tables import DAY_S, HOUR_S, Period, PriceRow
+from gateway.domain.accounting.price_store import read_book
+from gateway.domain.accounting.prices import Pricing
+from gateway.domain.accounting.tables import DAY_S, HOUR_S, Period
 
 
 async def read_rates(database: Database) -> Rates:
     """The price book and κ of the last day. Raises `UnavailableError`."""
     async with database.session() as session:
         return Rates(
-            pricing=Pricing(await _read_book(session)),
+            pricing=Pricing(await read_book(session)),
             kappas=await _read_kappas(session, time.time()),
         )
 
@@ -24,25 +25,7 @@ async def read_rates(database: Database) -> Rates:
 async def read_pricing(database: Database) -> Pricing:
     """The price book as it is now. Raises `UnavailableError`."""
     async with database.session() as session:
-        return Pricing(await _read_book(session))
-
-
-async def _read_book(session: AsyncSession) -> PriceBook:
-    return PriceBook(
-        Price(
-            sku=row.sku,
-            region=row.region,
-            term=Term(row.term),
-            usd_per_chip_hour=row.usd_per_chip_hour,
-            effective_from_ns=row.effective_from_ns,
-            effective_to_ns=row.effective_to_ns,
-            source=row.source,
-            retrieved_at=row.retrieved_at,
-            currency=row.currency,
-            detail=row.detail,
-        )
-        for row in await session.scalars(select(PriceRow))
-    )
+        return Pricing(await read_book(session))
 
 
 async def _read_kappas(session: AsyncSession, now_s: float) -> dict[str, Decimal]:
