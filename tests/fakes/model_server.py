@@ -1,6 +1,8 @@
 """`tpugate serve` with a real model, for tests that talk to it over HTTP."""
 
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import httpx
@@ -22,9 +24,29 @@ class ModelServer:
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self.data_dir = folder / "data"
+        # Before the first chip-time is booked: what was booked without a price stays without one.
+        self.command("prices", "import", "--builtin")
+        self.command(
+            "prices",
+            "add",
+            "cpu",
+            "0.096",
+            "--source",
+            "a machine of this size",
+            "--from",
+            "2026-01-01",
+        )
         self.process = ProcessUnderTest(
             *SERVE, "--model", MODEL, "--port", str(self.port), "--data-dir", str(self.data_dir),
             *LADDER, output=folder / "serve.log",
+        )  # fmt: skip
+
+    def command(self, *arguments: str) -> subprocess.CompletedProcess[str]:
+        """A `tpugate` command on the server's database."""
+        given = [*arguments, "--data-dir", str(self.data_dir)]
+        return subprocess.run(
+            [sys.executable, "-m", "cli.main", *given],
+            capture_output=True, text=True, check=False, timeout=120,
         )  # fmt: skip
 
     def wait_for_ready(self) -> None:
