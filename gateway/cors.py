@@ -23,7 +23,10 @@ def cors_headers(origin: str) -> Callable[[Scope], Headers]:
         return lambda _: []
     simple: Headers = [
         (b"access-control-allow-origin", origin.encode()),
-        (b"access-control-expose-headers", b"x-request-id, x-cost-usd, retry-after, idempotent-replayed"),
+        (
+            b"access-control-expose-headers",
+            b"x-request-id, x-cost-usd, retry-after, idempotent-replayed",
+        ),
     ]
     preflight: Headers = [
         *simple,

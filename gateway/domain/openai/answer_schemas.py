@@ -4,6 +4,9 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, Field
 
+from gateway.domain.accounting.live import Unknown
+from gateway.domain.accounting.prices import NoPriceReason
+
 
 class PromptTokensDetails(BaseModel):
     cached_tokens: int
@@ -25,10 +28,10 @@ class CostDetails(BaseModel):
     prefill_chip_seconds: float | None
     decode_chip_seconds: float | None
     price_id: str | None
-    """Of the price book; several, and below too, where prompts ran on different chips."""
+    """Of the price book; several, and below too, with commas between, where prompts ran on different chips."""
     sku: str | None
     term: str | None
-    reason: Literal["not_metered", "no_price", "no_kappa"] | None
+    reason: Unknown | NoPriceReason | None
     """Why `cost` is null."""
 
 
