@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from cli.cost_documents import csv_of, document, explanation
 from cli.cost_tables import (
     print_audit,
     print_beside,
@@ -17,6 +16,7 @@ from cli.cost_tables import (
     print_what_if,
 )
 from cli.database import database_options, with_database
+from gateway.domain.accounting.documents import csv_of, document, explanation
 
 if TYPE_CHECKING:
     from gateway.db.engine import Database

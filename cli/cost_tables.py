@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from cli.cost_documents import day, million
+from gateway.domain.accounting.documents import day, million
 
 if TYPE_CHECKING:
     from gateway.domain.accounting.audit import Audit

@@ -28,6 +28,7 @@ from gateway.connections import Limits, keep_honest, protocol_of
 from gateway.cors import cors_headers
 from gateway.db.engine import Database
 from gateway.dispatch import Dispatcher
+from gateway.domain.accounting.controllers import CostController
 from gateway.domain.accounting.live import LiveCosts
 from gateway.domain.accounting.rates import read_rates
 from gateway.domain.accounting.service import Accounting
@@ -113,11 +114,13 @@ def create_app(settings: GatewaySettings) -> Litestar:
             MessageController,
             TokenController,
             KeyController,
+            CostController,
             SystemController,
         ],
         lifespan=[lifespan],
         dependencies={
             "accounts": Provide(lambda: accounts, sync_to_thread=False),
+            "database": Provide(lambda: database, sync_to_thread=False),
             "completions": Provide(lambda: completions, sync_to_thread=False),
             "dispatcher": Provide(lambda: dispatcher, sync_to_thread=False),
             "messages": Provide(lambda: messages, sync_to_thread=False),

@@ -2,6 +2,8 @@
 them can be worked out again step by step, and the run stands beside other chips with the source of each figure."""
 
 import asyncio
+import csv
+import io
 import json
 from typing import Any
 
@@ -168,3 +170,26 @@ def test_what_if_prices_the_same_chip_time_elsewhere(model_server: ModelServer, 
     half = report(model_server, "--what-if", "usd=0.048")["what_if"]
     assert abs(float(half["ratio"]) - 0.5) < 0.1
     assert half["assumptions"]
+
+
+def test_admins_get_the_same_over_http_and_nobody_else(model_server: ModelServer, run: Run):
+    admin = {"authorization": f"Bearer {model_server.key}"}
+    with httpx.Client(base_url=f"{model_server.url}/admin/api", headers=admin) as client:
+        told = client.get("/costs", params={"by": "model,tag", "what_if": "usd=0.048"}).json()
+        assert told["total"]["num_requests"] >= run.num_admitted
+        assert {line["tag"] for line in told["lines"]} >= {"team-0", "team-1"}
+        assert float(told["what_if"]["loaded_usd"]) > 0
+        rows = list(csv.DictReader(io.StringIO(client.get("/costs?format=csv&by=tag").text)))
+        assert sum(int(row["loaded_ns"]) for row in rows) > 0
+        focus = list(csv.DictReader(io.StringIO(client.get("/costs?format=focus").text)))
+        assert {row["ChargeCategory"] for row in focus} == {"Usage"}
+        assert sum(float(row["EffectiveCost"]) for row in focus) > 0
+        for wrong in ("from=yesterday", "to=2026-13-01", "by=moon", "format=xml", "what_if=usd=-1"):
+            answer = client.get(f"/costs?{wrong}")
+            assert answer.status_code == 400
+            assert answer.json()["error"]["param"] == wrong.partition("=")[0]
+        made = client.post("/keys", json={"name": "app", "role": "member"}).json()
+    for key, status in ((made["key"], 403), ("sk-none", 401)):
+        headers = {"authorization": f"Bearer {key}"}
+        answer = httpx.get(f"{model_server.url}/admin/api/costs", headers=headers)
+        assert answer.status_code == status
