@@ -4,7 +4,7 @@ import time
 from typing import Annotated, Any
 
 from litestar import Controller, Response, get
-from litestar.params import Parameter
+from litestar.params import QueryParameter
 
 from gateway.db.engine import Database
 from gateway.domain.accounting.documents import csv_of, document
@@ -33,11 +33,11 @@ class CostController(Controller):
     async def costs(
         self,
         database: Database,
-        begin: Annotated[str | None, Parameter(query="from", max_length=40)] = None,
-        end: Annotated[str | None, Parameter(query="to", max_length=40)] = None,
-        by: Annotated[str | None, Parameter(max_length=100)] = None,
-        what_if: Annotated[str | None, Parameter(max_length=200)] = None,
-        form: Annotated[str, Parameter(query="format", max_length=10)] = "json",
+        begin: Annotated[str | None, QueryParameter(name="from", max_length=40)] = None,
+        end: Annotated[str | None, QueryParameter(name="to", max_length=40)] = None,
+        by: Annotated[str | None, QueryParameter(name="by", max_length=100)] = None,
+        what_if: Annotated[str | None, QueryParameter(name="what_if", max_length=200)] = None,
+        form: Annotated[str, QueryParameter(name="format", max_length=10)] = "json",
     ) -> Response[Any]:
         if form not in _FORMATS:
             raise BadRequestError(
