@@ -3,18 +3,23 @@
 import asyncio
 import json
 import math
+import platform
 import random
 import signal
 import sys
 from collections.abc import Mapping
 from contextlib import AsyncExitStack
 from dataclasses import asdict, dataclass, field, fields
+from datetime import UTC, datetime
+from decimal import Decimal
+from importlib.metadata import version
 from typing import Any
 from urllib.parse import urlsplit
 
 import click
 import uvloop
 
+from cli.database import with_database
 from cli.errors import SettingError
 from cli.load.closed_loop import Server
 from cli.load.fixed_lengths import Lengths
@@ -82,6 +87,9 @@ class Where:
     "--vocab-size", type=click.IntRange(min=2), default=30_000, show_default=True,
     help="Prompts are random token ids below it.",
 )  # fmt: skip
+@click.option(
+    "--save-baseline", metavar="SKU", help="Keep it as what this accelerator does: h200, v6e …"
+)
 @click.option("--seed", type=int, help="Of the prompts (default: another one each time).")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @worker_options
@@ -102,9 +110,45 @@ def bench(**given: Any) -> None:  # noqa: ANN401
         sys.exit(INTERRUPTED)
     facts = {"load": asdict(load), **measured.facts(given["chips"])}
     click.echo(json.dumps(facts, indent=2) if given["as_json"] else render(facts))
+    if given["save_baseline"] and measured.figures.num_requests and not measured.is_interrupted:
+        _save_baseline(given, where, load, facts)
     if measured.is_interrupted:
         sys.exit(INTERRUPTED)
     sys.exit(1 if measured.figures.num_errors or not measured.figures.num_requests else 0)
+
+
+def _save_baseline(
+    given: Mapping[str, Any], where: Where, load: Load, facts: Mapping[str, Any]
+) -> None:
+    """Into the ledger's database, for reports to stand beside."""
+    from gateway.domain.accounting.baseline_store import save_baseline
+    from gateway.domain.accounting.baselines import Baseline, Grade
+
+    figures = ("ttft_p50_ms", "ttft_p99_ms", "inter_token_p50_ms", "inter_token_p99_ms")
+    rate, total = (
+        Decimal(str(round(facts[f"{name}_tokens_per_s_per_chip"], 3)))
+        for name in ("output", "total")
+    )
+    baseline = Baseline(
+        accelerator=given["save_baseline"],
+        num_chips=given["chips"],
+        model=facts["model"],
+        engine="tpugate " + version("tpugate")
+        if where.worker
+        else "behind an OpenAI-compatible API",
+        dtype=given["dtype"] if given["dtype"] not in (None, "auto") else "bfloat16",
+        isl=load.lengths.input_tokens,
+        osl=load.lengths.output_tokens,
+        concurrency=load.concurrency,
+        output_tokens_per_s_chip=rate,
+        grade=Grade.MEASURED,
+        source=f"measured by tpugate bench on {platform.node()}",
+        date=datetime.now(UTC).date().isoformat(),
+        total_tokens_per_s_chip=total,
+        detail={name: f"{facts[name]:.2f}" for name in figures if facts.get(name) is not None},
+    )
+    name = with_database(lambda db: save_baseline(db, baseline), None, None, is_new=True)
+    click.echo(f"Kept as baseline {name} of {baseline.accelerator}.", err=True)
 
 
 def _load(given: Mapping[str, Any]) -> Load:

@@ -32,9 +32,10 @@ def shares(length: int, members: Sequence[Member], fit: Coefficients | None) -> 
 
 def apportion(total: int, weights: Sequence[int]) -> list[int]:
     """`total` (>= 0) divided in proportion to `weights` (>= 0), equally if all are 0; the parts sum to it."""
+    if min(weights) == max(weights):
+        part, left = divmod(total, len(weights))
+        return [part + 1] * left + [part] * (len(weights) - left)
     whole = sum(weights)
-    if whole == 0:
-        weights, whole = [1] * len(weights), len(weights)
     parts, remainders = [], []
     for weight in weights:
         part, remainder = divmod(total * weight, whole)

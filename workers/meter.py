@@ -178,7 +178,7 @@ class Meter:
         fits, coefficients = self.fits, None
         if fits is not None:
             coefficients = fits.buckets.get(step.bucket)
-        members = tuple(map(_member, step.members))
+        members = _members(step.members)
         self._add(
             Step,
             end_ns,
@@ -269,14 +269,19 @@ def _phase_of(what: str) -> Spent:
     return Spent.PROVISION
 
 
-def _member(member: StepMember) -> Member:
-    return Member(
-        member.request_id,
-        member.choice,
-        member.phase == "prefill",
-        member.num_tokens,
-        member.context_len,
-        member.num_cached,
-        member.is_kept or not member.samples,
-        member.phase == "prefill" and member.num_preemptions > 0,
+def _members(members: tuple[StepMember, ...]) -> tuple[Member, ...]:
+    return tuple(
+        [
+            Member(
+                member.request_id,
+                member.choice,
+                is_prefill := member.phase == "prefill",
+                member.num_tokens,
+                member.context_len,
+                member.num_cached,
+                member.is_kept or not member.samples,
+                is_prefill and member.num_preemptions > 0,
+            )
+            for member in members
+        ]
     )
