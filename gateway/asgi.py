@@ -81,7 +81,7 @@ def create_app(settings: GatewaySettings) -> Litestar:
     accounts = AccountService(settings, database)
     dispatcher = Dispatcher(settings)
     metrics = Metrics(dispatcher)
-    costs = LiveCosts(partial(read_rates, database), settings.cost_refresh_s)
+    costs = LiveCosts(partial(read_rates, database, settings), settings.cost_refresh_s)
     accounting = Accounting(settings, database, dispatcher.gateway_id)
     completions = CompletionService(settings, dispatcher, metrics, costs)
     tokenization = TokenizationService(settings, dispatcher)

@@ -67,6 +67,10 @@ class GatewaySettings(BaseModel):
     """A response that is larger, with its input and compressed, is not stored."""
     accountant: Literal["on", "off"] = "on"
     """Whether this process may write the ledger; of all that may, one does at a time."""
+    price_term: Literal["on_demand", "spot", "flex", "1y", "3y"] = "on_demand"
+    """How the chips are bought: which of their prices counts."""
+    price_region: str = Field(default="", max_length=64)
+    """Of workers that do not know theirs, `cloud/region`."""
     keep_log_days: float = Field(default=30.0, gt=0)
     """How long single steps are kept; what was made of them stays."""
     cors_origin: str = Field(default="*", pattern=r"^(\*|none|https?://[\x21-\x7e]+)$")

@@ -9,23 +9,28 @@ from sqlalchemy.ext.asyncio import AsyncSession
 from gateway.db.engine import Database
 from gateway.domain.accounting.live import Rates
 from gateway.domain.accounting.price_store import read_book
-from gateway.domain.accounting.prices import Pricing
+from gateway.domain.accounting.prices import Pricing, Term
 from gateway.domain.accounting.tables import DAY_S, HOUR_S, Period
+from gateway.settings import GatewaySettings
 
 
-async def read_rates(database: Database) -> Rates:
+async def read_rates(database: Database, settings: GatewaySettings) -> Rates:
     """The price book and κ of the last day. Raises `UnavailableError`."""
     async with database.session() as session:
         return Rates(
-            pricing=Pricing(await read_book(session)),
+            pricing=await _pricing(session, settings),
             kappas=await _read_kappas(session, time.time()),
         )
 
 
-async def read_pricing(database: Database) -> Pricing:
+async def read_pricing(database: Database, settings: GatewaySettings) -> Pricing:
     """The price book as it is now. Raises `UnavailableError`."""
     async with database.session() as session:
-        return Pricing(await read_book(session))
+        return await _pricing(session, settings)
+
+
+async def _pricing(session: AsyncSession, settings: GatewaySettings) -> Pricing:
+    return Pricing(await read_book(session), Term(settings.price_term), settings.price_region)
 
 
 async def _read_kappas(session: AsyncSession, now_s: float) -> dict[str, Decimal]:

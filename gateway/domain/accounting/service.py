@@ -18,7 +18,7 @@ class Accounting:
 
     def __init__(self, settings: GatewaySettings, database: Database, owner: str) -> None:
         self._redis = connect(settings.redis_url, settings.redis_timeout_s)
-        pricing = partial(read_pricing, database)
+        pricing = partial(read_pricing, database, settings)
         keep_log_s = settings.keep_log_days * 86400
         self._accountant = Accountant(self._redis, database, pricing, owner, keep_log_s)
         self._is_on = settings.accountant == "on"
