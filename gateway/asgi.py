@@ -83,6 +83,7 @@ def create_app(settings: GatewaySettings) -> Litestar:
     metrics = Metrics(dispatcher)
     costs = LiveCosts(partial(read_rates, database, settings), settings.cost_refresh_s)
     accounting = Accounting(settings, database, dispatcher.gateway_id)
+    metrics.add(accounting.collector)
     completions = CompletionService(settings, dispatcher, metrics, costs)
     tokenization = TokenizationService(settings, dispatcher)
     messages = MessageService(settings, dispatcher, completions)

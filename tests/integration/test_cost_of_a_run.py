@@ -193,3 +193,12 @@ def test_admins_get_the_same_over_http_and_nobody_else(model_server: ModelServer
         headers = {"authorization": f"Bearer {key}"}
         answer = httpx.get(f"{model_server.url}/admin/api/costs", headers=headers)
         assert answer.status_code == status
+
+
+def test_metrics_tell_chip_time_by_class_and_the_price_of_the_chips(
+    model_server: ModelServer, run: Run
+):
+    assert wait_until(lambda: model_server.metric("tpugate_cost_usd_total") > 0, "it is told")
+    assert model_server.metric("node_gpu_hourly_cost") == 0.096
+    assert model_server.metric("node_gpu_count") == 1
+    assert model_server.metric("tpugate_chip_seconds_total") > 0

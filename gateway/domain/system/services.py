@@ -107,6 +107,10 @@ class Metrics:
         self._models: dict[str, ModelMetrics] = {}
         registry.register(_WorkerGauges(dispatcher))
 
+    def add(self, collector: Collector) -> None:
+        """Tell what it collects, too."""
+        self._registry.register(collector)
+
     def of(self, model: str) -> ModelMetrics:
         """`model` must be a known one."""
         metrics = self._models.get(model)

@@ -1,0 +1,120 @@
+"""The ledger's sums for Prometheus, read in the background; names are OpenCost's where it has them.
+
+OpenCost speaks of nodes and GPUs: a node is a running group of chips, a GPU one of its chips. Chip-time and dollars
+are ours. Prices that are not known are left out, never 0.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from decimal import Decimal
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+from sqlalchemy import func, select
+
+from gateway.db.engine import Database
+from gateway.domain.accounting.prices import NANOS_PER_HOUR, NoPrice, Price, Pricing
+from gateway.domain.accounting.reading import read_price_rows
+from gateway.domain.accounting.tables import DAY_S, ChipGroup, Period, Rollup
+from workers.chip_time import Spent
+
+_NODE = ["node", "instance", "region", "sku", "model_name"]
+
+
+@dataclass(frozen=True)
+class Node:
+    """A running group."""
+
+    worker_id: str
+    model: str
+    sku: str
+    region: str
+    num_chips: int
+    price: Price | None
+
+
+@dataclass(frozen=True)
+class Totals:
+    """Of the whole ledger."""
+
+    nodes: list[Node] = field(default_factory=list)
+    spent_ns: dict[tuple[str, str], int] = field(default_factory=dict)
+    """Nano-chip-seconds by model and class."""
+    usd: dict[str, Decimal] = field(default_factory=dict)
+    """Loaded, by model; without what has no price."""
+
+
+async def read_totals(database: Database, pricing: Pricing, now_ns: int) -> Totals:
+    """Raises `UnavailableError`."""
+    classes = [func.sum(getattr(Period, f"{spent.value}_ns")) for spent in Spent]
+    async with database.session() as session:
+        groups = await session.scalars(select(ChipGroup).where(ChipGroup.ended == ""))
+        nodes = [_node(group, pricing, now_ns) for group in groups]
+        spent = {
+            (row[0], name.value): int(amount)
+            for row in await session.execute(select(Period.model, *classes).group_by(Period.model))
+            for name, amount in zip(Spent, row[1:], strict=True)
+        }
+        prices = await read_price_rows(session)
+        usd: dict[str, Decimal] = {}
+        query = (
+            select(Rollup.model, Rollup.price_id, func.sum(Rollup.loaded_ns))
+            .where(Rollup.grain_s == DAY_S)
+            .group_by(Rollup.model, Rollup.price_id)
+        )
+        for model, price_id, loaded_ns in await session.execute(query):
+            if price_id in prices:
+                cost = prices[price_id].usd_per_chip_hour * int(loaded_ns) / NANOS_PER_HOUR
+                usd[model] = usd.get(model, Decimal(0)) + cost
+    return Totals(nodes, spent, usd)
+
+
+def _node(group: ChipGroup, pricing: Pricing, now_ns: int) -> Node:
+    price = pricing.price_at(group.sku, group.region, now_ns)
+    return Node(
+        group.worker_id,
+        group.model,
+        group.sku,
+        group.region,
+        group.num_chips,
+        None if isinstance(price, NoPrice) else price,
+    )
+
+
+class CostCollector(Collector):
+    """Tells the totals that were set last."""
+
+    def __init__(self) -> None:
+        self.totals = Totals()
+
+    def describe(self) -> list[Metric]:
+        return []
+
+    def collect(self) -> Iterator[Metric]:
+        totals = self.totals
+        each = GaugeMetricFamily("node_gpu_hourly_cost", "US$ an hour of one chip", labels=_NODE)
+        whole = GaugeMetricFamily(
+            "node_total_hourly_cost", "US$ an hour of a group's chips", labels=_NODE
+        )
+        count = GaugeMetricFamily("node_gpu_count", "Chips of a running group", labels=_NODE)
+        for node in totals.nodes:
+            labels = [node.worker_id, node.worker_id, node.region, node.sku, node.model]
+            count.add_metric(labels, node.num_chips)
+            if node.price is not None:
+                usd = node.price.usd_per_chip_hour
+                each.add_metric(labels, float(usd))
+                whole.add_metric(labels, float(usd * node.num_chips))
+        yield from (each, whole, count)
+        spent = CounterMetricFamily(
+            "tpugate_chip_seconds", "Chip-time in the ledger", labels=["model_name", "spent"]
+        )
+        for (model, name), nanos in totals.spent_ns.items():
+            spent.add_metric([model, name], nanos / 1e9)
+        yield spent
+        usd_family = CounterMetricFamily(
+            "tpugate_cost_usd", "US$ in the ledger, idle time of closed hours included",
+            labels=["model_name"],
+        )  # fmt: skip
+        for model, dollars in totals.usd.items():
+            usd_family.add_metric([model], float(dollars))
+        yield usd_family
