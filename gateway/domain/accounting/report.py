@@ -39,14 +39,7 @@ AMOUNTS = (
     "uncached_tokens",
     "cached_tokens",
     "written_tokens",
-    "recomputed_tokens",
     "delivered_tokens",
-    "recomputed_ns",
-    "discarded_ns",
-    "aborted_ns",
-    "failed_ns",
-    "aborted_tokens",
-    "failed_tokens",
 )
 
 
@@ -153,17 +146,22 @@ async def report(database: Database, window: Window, by: Sequence[By]) -> Report
     )
 
 
-async def read_cells(session: AsyncSession, window: Window, by: Sequence[By]) -> list[Cell]:
-    """From days where whole days are asked for, else from hours: never both for one hour."""
+async def read_cells(
+    session: AsyncSession, window: Window, by: Sequence[By], names: Sequence[str] = AMOUNTS
+) -> list[Cell]:
+    """Sums of the columns `names`; each takes its time.
+
+    From days where whole days are asked for, else from hours: never both for one hour.
+    """
     columns = [_column(name) for name in by]
-    sums = [func.sum(getattr(Rollup, name)) for name in AMOUNTS]
+    sums = [func.sum(getattr(Rollup, name)) for name in names]
     query = select(*columns, Rollup.price_id, *sums).where(_within(window, by))
     rows = await session.execute(query.group_by(*columns, Rollup.price_id))
     num_keys = len(by)
     cells = []
     for row in rows:
         keys = tuple(_shown(name, key) for name, key in zip(by, row[:num_keys], strict=True))
-        amounts = dict(zip(AMOUNTS, map(int, row[num_keys + 1 :]), strict=True))
+        amounts = dict(zip(names, map(int, row[num_keys + 1 :]), strict=True))
         cells.append(Cell(keys, row[num_keys], amounts))
     return cells
 
@@ -227,28 +225,40 @@ def total_of(cells: Sequence[Cell], prices: Mapping[str, PriceRow]) -> Line:
 
 
 def _line(keys: dict[str, str], cells: Sequence[Cell], prices: Mapping[str, PriceRow]) -> Line:
-    amounts = {name: sum(cell.amounts[name] for cell in cells) for name in AMOUNTS}
-    unpriced = sum(cell.amounts["loaded_ns"] for cell in cells if cell.price_id not in prices)
+    by_price = _by_price(cells)
+    amounts = by_price.popitem()[1] if len(by_price) == 1 else _added(list(by_price.values()))
+    priced = _by_price(cell for cell in cells if cell.price_id in prices)
+    rated = [(prices[price_id].usd_per_chip_hour, spent) for price_id, spent in priced.items()]
+    unpriced = amounts["loaded_ns"] - sum(spent["loaded_ns"] for _, spent in rated)
 
-    def priced(*names: str) -> Decimal | None:
+    def dollars(*names: str) -> Decimal | None:
         if unpriced:
             return None
-        rated = [(cell, prices[cell.price_id]) for cell in cells if cell.price_id in prices]
-        spent = (
-            price.usd_per_chip_hour * sum(cell.amounts[n] for n in names) for cell, price in rated
-        )
+        spent = (usd * sum(spent[name] for name in names) for usd, spent in rated)
         return sum(spent, Decimal(0)) / _NANOS_PER_HOUR
 
     return Line(
         keys=keys,
         amounts=amounts,
-        active_usd=priced("prefill_ns", "decode_ns"),
-        loaded_usd=priced("loaded_ns"),
-        prefill_usd=priced("loaded_prefill_ns"),
-        decode_usd=priced("loaded_decode_ns"),
+        active_usd=dollars("prefill_ns", "decode_ns"),
+        loaded_usd=dollars("loaded_ns"),
+        prefill_usd=dollars("loaded_prefill_ns"),
+        decode_usd=dollars("loaded_decode_ns"),
         unpriced_ns=unpriced,
         price_ids=tuple(sorted({cell.price_id for cell in cells if cell.price_id})),
     )
+
+
+def _by_price(cells: Iterable[Cell]) -> dict[str, Mapping[str, int]]:
+    """Integers are added before any of them meets a Decimal: exact, and quick."""
+    groups: dict[str, list[Mapping[str, int]]] = {}
+    for cell in cells:
+        groups.setdefault(cell.price_id, []).append(cell.amounts)
+    return {name: each[0] if len(each) == 1 else _added(each) for name, each in groups.items()}
+
+
+def _added(amounts: Sequence[Mapping[str, int]]) -> Mapping[str, int]:
+    return {name: sum(each[name] for each in amounts) for name in AMOUNTS}
 
 
 def rate(usd: Decimal | None, num_tokens: int) -> Decimal | None:

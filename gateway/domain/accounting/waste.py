@@ -55,7 +55,8 @@ async def waste(database: Database, window: Window) -> list[WasteLine]:
     async with snapshot(database) as session:
         prices = await read_price_rows(session)
         spent = await _of_periods(session, window)
-        for cell in await read_cells(session, window, (By.MODEL, By.DAY)):
+        names = tuple(_OF_REQUESTS.values())
+        for cell in await read_cells(session, window, (By.MODEL, By.DAY), names):
             _add_requests(spent, cell)
     found = []
     for (model, day), kinds in sorted(spent.items()):

@@ -100,10 +100,15 @@ async def reprice(database: Database, report: Report, asked: WhatIf, now_ns: int
     if asked.sku or asked.term or asked.region:
         async with snapshot(database) as session:
             price = await _find(session, report, asked, now_ns)
-    found = [_repriced(line, report, asked, price) for line in report.lines]
-    return Answer(
-        _assumptions(asked, price), found, _repriced(report.total, report, asked, price), price
-    )
+    parts: dict[tuple[str, ...], list[Cell]] = {}
+    for cell in report.cells:
+        parts.setdefault(cell.keys, []).append(cell)
+    found = [
+        _repriced(line, _sum(parts[tuple(line.keys.values())], report, asked, price))
+        for line in report.lines
+    ]
+    total = _repriced(report.total, _sum(report.cells, report, asked, price))
+    return Answer(_assumptions(asked, price), found, total, price)
 
 
 async def _find(session: AsyncSession, report: Report, asked: WhatIf, now_ns: int) -> PriceRow:
@@ -135,10 +140,7 @@ def _common(report: Report, name: str) -> str | None:
     return values.pop() if len(values) == 1 else None
 
 
-def _repriced(line: Line, report: Report, asked: WhatIf, price: PriceRow | None) -> Repriced:
-    keys = tuple(line.keys.values())
-    cells = [cell for cell in report.cells if not keys or cell.keys == keys]
-    usd = _sum(cells, report, asked, price)
+def _repriced(line: Line, usd: Decimal | None) -> Repriced:
     tokens = line.input_tokens + line.amounts["delivered_tokens"]
     before = line.loaded_usd
     return Repriced(
