@@ -3,15 +3,12 @@
 import asyncio
 import json
 import math
-import platform
 import random
 import signal
 import sys
 from collections.abc import Mapping
 from contextlib import AsyncExitStack
 from dataclasses import asdict, dataclass, field, fields
-from datetime import UTC, datetime
-from decimal import Decimal
 from importlib.metadata import version
 from typing import Any
 from urllib.parse import urlsplit
@@ -27,7 +24,8 @@ from cli.load.measurement import Load, Measured, measure, only_model
 from cli.load.own_server import own_server
 from cli.settings import load_serve_settings
 from cli.worker import worker_options
-from workers.config import WorkerConfig
+from workers.config import WORD, WorkerConfig, load_config
+from workers.errors import ConfigError
 
 INTERRUPTED = 130
 SERVED_CONTEXT = 2048
@@ -42,6 +40,8 @@ LATENCIES = {
 }
 """Names on a terminal, and of the figures."""
 WORKER_FLAGS = {item.name for item in fields(WorkerConfig)} - {"model"}
+ABOUT_SERVERS = {"dtype", "num_chips"}
+"""Of them, what may be told of a server that runs already."""
 _COUNT = click.IntRange(min=1)
 
 
@@ -56,6 +56,9 @@ class Where:
     """Of our own server."""
     flags: Mapping[str, str] = field(default_factory=dict)
     """That were given for it."""
+    num_chips: int = 1
+    dtype: str = ""
+    """Of the weights."""
 
     def server_flags(self, load: Load) -> Mapping[str, str]:
         """What our own server must be told to take the load."""
@@ -82,7 +85,6 @@ class Where:
 @click.option("--concurrency", type=_COUNT, default=8, show_default=True, help="Requests at once.")
 @click.option("--requests", "num_requests", type=_COUNT, help="How many (default: 8 a client).")
 @click.option("--seconds", type=click.FloatRange(min=0, min_open=True), help="How long, instead.")
-@click.option("--chips", type=_COUNT, default=1, show_default=True, help="That serve the model.")
 @click.option(
     "--vocab-size", type=click.IntRange(min=2), default=30_000, show_default=True,
     help="Prompts are random token ids below it.",
@@ -90,6 +92,9 @@ class Where:
 @click.option(
     "--save-baseline", metavar="SKU", help="Keep it as what this accelerator does: h200, v6e …"
 )
+@click.option("--engine-name", metavar="NAME", help="Of --url, with its version, for the baseline.")
+@click.option("--database-url", metavar="URL", help="For the baseline (default: in --data-dir).")
+@click.option("--data-dir", metavar="DIR", help="For the baseline (default: the gateway's).")
 @click.option("--seed", type=int, help="Of the prompts (default: another one each time).")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @worker_options
@@ -101,6 +106,8 @@ def bench(**given: Any) -> None:  # noqa: ANN401
     """
     load = _load(given)
     where = _where(given)
+    if given["save_baseline"] is not None:
+        _check_baseline(given, where)
     try:
         # uvloop costs less, but starts no processes the way that the supervisor wants them.
         go = uvloop.run if where.worker is None else asyncio.run
@@ -108,47 +115,48 @@ def bench(**given: Any) -> None:  # noqa: ANN401
     except asyncio.CancelledError:
         click.echo("Interrupted before anything was measured.", err=True)
         sys.exit(INTERRUPTED)
-    facts = {"load": asdict(load), **measured.facts(given["chips"])}
+    facts = {"load": asdict(load), **measured.facts(where.num_chips)}
     click.echo(json.dumps(facts, indent=2) if given["as_json"] else render(facts))
-    if given["save_baseline"] and measured.figures.num_requests and not measured.is_interrupted:
-        _save_baseline(given, where, load, facts)
     if measured.is_interrupted:
         sys.exit(INTERRUPTED)
+    if given["save_baseline"] is not None and measured.figures.num_requests:
+        _save_baseline(given, where, facts)
     sys.exit(1 if measured.figures.num_errors or not measured.figures.num_requests else 0)
 
 
-def _save_baseline(
-    given: Mapping[str, Any], where: Where, load: Load, facts: Mapping[str, Any]
-) -> None:
-    """Into the ledger's database, for reports to stand beside."""
-    from gateway.domain.accounting.baseline_store import save_baseline
-    from gateway.domain.accounting.baselines import Baseline, Grade
+def _save_baseline(given: Mapping[str, Any], where: Where, facts: Mapping[str, Any]) -> None:
+    """Into the ledger's database."""
+    from cli.load.baseline import Subject, baseline_of, keep
 
-    figures = ("ttft_p50_ms", "ttft_p99_ms", "inter_token_p50_ms", "inter_token_p99_ms")
-    rate, total = (
-        Decimal(str(round(facts[f"{name}_tokens_per_s_per_chip"], 3)))
-        for name in ("output", "total")
+    engine = given["engine_name"] or f"tpugate {version('tpugate')}"
+    subject = Subject(given["save_baseline"], engine, where.dtype)
+    baseline = baseline_of(facts, subject)
+    name = with_database(
+        lambda database: keep(database, baseline),
+        given["database_url"],
+        given["data_dir"],
+        is_new=True,
     )
-    baseline = Baseline(
-        accelerator=given["save_baseline"],
-        num_chips=given["chips"],
-        model=facts["model"],
-        engine="tpugate " + version("tpugate")
-        if where.worker
-        else "behind an OpenAI-compatible API",
-        dtype=given["dtype"] if given["dtype"] not in (None, "auto") else "bfloat16",
-        isl=load.lengths.input_tokens,
-        osl=load.lengths.output_tokens,
-        concurrency=load.concurrency,
-        output_tokens_per_s_chip=rate,
-        grade=Grade.MEASURED,
-        source=f"measured by tpugate bench on {platform.node()}",
-        date=datetime.now(UTC).date().isoformat(),
-        total_tokens_per_s_chip=total,
-        detail={name: f"{facts[name]:.2f}" for name in figures if facts.get(name) is not None},
+    note = baseline.detail.get("note")
+    click.echo(
+        f"Kept as baseline {name} of {baseline.accelerator}, grade {baseline.grade.value}"
+        + (f": {note}." if note else "."),
+        err=True,
     )
-    name = with_database(lambda db: save_baseline(db, baseline), None, None, is_new=True)
-    click.echo(f"Kept as baseline {name} of {baseline.accelerator}.", err=True)
+
+
+def _check_baseline(given: Mapping[str, Any], where: Where) -> None:
+    """Before anything is measured. Raises `SettingError`."""
+    from gateway.domain.accounting.baselines import dtype_class
+
+    if not WORD.fullmatch(given["save_baseline"]):
+        raise SettingError("--save-baseline must name an accelerator, such as h200 or v6e")
+    if given["url"] is not None and not given["engine_name"]:
+        raise SettingError("--engine-name (with its version) is needed for a baseline of --url")
+    if dtype_class(where.dtype) is None:
+        raise SettingError(
+            "--dtype must name the type of the weights, such as bf16 or fp8, for a baseline"
+        )
 
 
 def _load(given: Mapping[str, Any]) -> Load:
@@ -174,11 +182,22 @@ def _where(given: Mapping[str, Any]) -> Where:
     if given["url"] is None:
         models = (given["model"],) if given["model"] else ()
         (worker,) = load_serve_settings(models, flags).workers[:1]
-        return Where("", "", worker.served_name, worker, flags)
-    if wrong := sorted(set(flags) - {"dtype"}):
+        dtype = "bfloat16" if worker.dtype == "auto" else worker.dtype
+        return Where("", "", worker.served_name, worker, flags, worker.chips.num, dtype)
+    if wrong := sorted(set(flags) - ABOUT_SERVERS):
         name = wrong[0].replace("_", "-")
         raise SettingError(f"--{name} is for a server that is started here, not for --url")
-    return Where(_root_of(given["url"]), given["api_key"] or "", given["model"] or "")
+    try:
+        told = load_config({"engine": "fake", "num_chips": flags.get("num_chips")}, {})
+    except ConfigError as error:
+        raise SettingError(str(error)) from error
+    return Where(
+        _root_of(given["url"]),
+        given["api_key"] or "",
+        given["model"] or "",
+        num_chips=told.num_chips or 1,
+        dtype=given["dtype"] or "",
+    )
 
 
 def _root_of(url: str) -> str:

@@ -3,8 +3,10 @@ interruption, and says in one sentence what is wrong with its input."""
 
 import json
 import signal
+import sqlite3
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -27,7 +29,7 @@ def at(gateway: GatewayUnderTest) -> tuple[str, ...]:
 
 
 def test_all_requests_are_measured(steady_gateway: GatewayUnderTest) -> None:
-    load = ("--concurrency", "3", "--requests", "10", "--chips", "2", "--seed", "1", "--json")
+    load = ("--concurrency", "3", "--requests", "10", "--num-chips", "2", "--seed", "1", "--json")
     result = bench(*at(steady_gateway), *load)
     assert result.exit_code == 0, result.output
     facts: dict[str, Any] = json.loads(result.stdout)
@@ -52,6 +54,10 @@ def test_a_load_may_end_by_the_clock(steady_gateway: GatewayUnderTest) -> None:
         (("--url", "http://x:port"), "--url must be like"),
         (("--url", "http://x", "--device", "cpu"), "--device is for a server that is started here"),
         (("--device", "abacus"), "--device"),
+        (("--url", "http://x", "--num-chips", "none"), "--num-chips"),
+        (("--save-baseline", "h 200"), "--save-baseline"),
+        (("--url", "http://x", "--save-baseline", "h200"), "--engine-name"),
+        (("--url", "http://x", "--save-baseline", "h200", "--engine-name", "e 1"), "--dtype"),
         (("--concurrency", "0"), "--concurrency"),
         (("--seconds", "nan"), "--seconds"),
         (("--input-tokens", "many"), "--input-tokens"),
@@ -85,6 +91,36 @@ def test_what_all_requests_fail_with_is_told_at_once(
     result = bench(*at(steady_gateway), *options)
     assert result.exit_code == 1, result.output
     assert said in result.output
+
+
+def kept_in(folder: Path) -> list[dict[str, Any]]:
+    with sqlite3.connect(folder / "tpugate.sqlite") as database:
+        database.row_factory = sqlite3.Row
+        return [dict(row) for row in database.execute("SELECT * FROM baselines")]
+
+
+def test_a_baseline_is_kept_with_all_that_tells_what_it_is_worth(
+    steady_gateway: GatewayUnderTest, tmp_path: Path
+) -> None:
+    """The scripted model's answers are shorter than asked for: that makes it grade C, and says so."""
+    about = ("--save-baseline", "h200", "--engine-name", "someone 1.2", "--dtype", "fp8")
+    folder = ("--data-dir", str(tmp_path))
+    price = ("h200", "3.5", "--source", "a contract", "--from", "2020-01-01")
+    assert CliRunner().invoke(main, ["prices", "add", *price, *folder]).exit_code == 0
+    for options in (("--output-tokens", "1"), ("--output-tokens", "200")):
+        load = ("--concurrency", "2", "--requests", "8", "--num-chips", "4", *options)
+        result = bench(*at(steady_gateway), *about, *folder, *load)
+        assert result.exit_code == 0, result.output
+    good, short = sorted(kept_in(tmp_path), key=lambda row: row["osl"])
+    for row in (good, short):
+        told = (row["accelerator"], row["num_chips"], row["engine"], row["dtype"])
+        assert told == ("h200", 4, "someone 1.2", "fp8")
+        assert (row["model"], row["isl"], row["concurrency"]) == ("m-small", 12, 2)
+        assert float(row["total_tokens_per_s_chip"]) > float(row["output_tokens_per_s_chip"]) > 0
+        assert len(json.loads(row["detail"])["price_id"]) == 32
+    assert (good["grade"], good["osl"]) == ("M", 1)
+    assert short["grade"] == "C"
+    assert "where 200 were asked for" in json.loads(short["detail"])["note"]
 
 
 def test_an_interruption_tells_what_was_measured(
