@@ -116,11 +116,12 @@ def csv_of(made: "Report") -> str:
     writer = csv.DictWriter(out, names, extrasaction="ignore", lineterminator="\n")
     writer.writeheader()
     # A cell that begins like a formula is one to a spreadsheet; keys and tags come from clients.
-    writer.writerows({name: _inert(value) for name, value in row.items()} for row in rows)
+    writer.writerows({name: inert(value) for name, value in row.items()} for row in rows)
     return out.getvalue()
 
 
-def _inert(value: object) -> object:
+def inert(value: Any) -> Any:  # noqa: ANN401
+    """A text that no spreadsheet takes for a formula."""
     if isinstance(value, str) and value[:1] in ("=", "+", "-", "@", "\t", "\r"):
         return "'" + value
     return value

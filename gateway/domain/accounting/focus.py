@@ -1,7 +1,8 @@
 """Costs in FOCUS 1.2's columns (FinOps Open Cost and Usage Specification, focus.finops.org), for tools that read bills.
 
-A row is a model, key and tag in one day at one price; its effective cost is the loaded one. What has no price has
-empty costs, which is FOCUS's null.
+A row is a model, key and tag in one day at one price. Billed and effective cost are the loaded one; the list cost is what
+the same chips cost on demand, where the price book knows it. What has no price has empty costs, which is FOCUS's null,
+and says so in `x_CostReason`: FOCUS would have a number there, but 0 would be a lie.
 """
 
 import csv
@@ -9,13 +10,26 @@ import io
 import json
 from datetime import UTC, datetime, timedelta
 from decimal import Decimal
-from typing import Any
 
-from gateway.domain.accounting.report import By, Report
-from gateway.domain.accounting.tables import PriceRow
+from gateway.domain.accounting.documents import inert
+from gateway.domain.accounting.prices import PriceBook
+from gateway.domain.accounting.report import By, Cell, Report
+from gateway.domain.accounting.tables import IDLE, PriceRow
 
 BY = (By.DAY, By.MODEL, By.KEY, By.TAG)
 """How the report has to be made."""
+COLUMNS = (
+    "BilledCost", "BillingAccountId", "BillingAccountName", "BillingCurrency", "BillingPeriodEnd",
+    "BillingPeriodStart", "ChargeCategory", "ChargeClass", "ChargeDescription", "ChargeFrequency",
+    "ChargePeriodEnd", "ChargePeriodStart", "ConsumedQuantity", "ConsumedUnit", "ContractedCost",
+    "ContractedUnitPrice", "EffectiveCost", "InvoiceIssuerName", "ListCost", "ListUnitPrice",
+    "PricingCategory", "PricingQuantity", "PricingUnit", "ProviderName", "PublisherName", "RegionId",
+    "RegionName", "ResourceId", "ResourceName", "ResourceType", "ServiceCategory", "ServiceName",
+    "ServiceSubcategory", "SkuId", "SkuPriceId", "SubAccountId", "SubAccountName", "Tags",
+    "x_ActiveChipHours", "x_CachedInputTokens", "x_CostReason", "x_OutputTokens", "x_PriceSource",
+    "x_Provisional", "x_Requests", "x_UncachedInputTokens",
+)  # fmt: skip
+"""All that FOCUS wants of everybody, and of the others those that there is something to say in; ours begin with x_."""
 _NANOS_PER_HOUR = 3600 * 10**9
 _TERMS = {
     "on_demand": "Standard",
@@ -26,32 +40,24 @@ _TERMS = {
 }
 
 
-def focus_csv(report: Report) -> str:
-    """`report` is made by `BY`."""
+def focus_csv(report: Report, book: PriceBook) -> str:
+    """`report` is made by `BY`; `book` knows what its prices would be without a discount."""
     out = io.StringIO()
-    rows = [
-        _row(report, cell.keys, cell.price_id, cell.amounts["loaded_ns"]) for cell in report.cells
-    ]
-    writer = csv.DictWriter(
-        out, list(_row(report, ("2026-01-01", "", "", ""), "", 0)), lineterminator="\n"
-    )
+    writer = csv.DictWriter(out, COLUMNS, lineterminator="\n")
     writer.writeheader()
-    writer.writerows(rows)
+    writer.writerows(_row(report, cell, book) for cell in report.cells)
     return out.getvalue()
 
 
-def _row(report: Report, keys: tuple[str, ...], price_id: str, loaded_ns: int) -> dict[str, Any]:
-    day, model, key, tag = keys
-    price: PriceRow | None = report.prices.get(price_id)
+def _row(report: Report, cell: Cell, book: PriceBook) -> dict[str, str]:
+    day, model, key, tag = cell.keys
     begin = datetime.fromisoformat(day).replace(tzinfo=UTC)
     month = begin.replace(day=1)
-    hours = Decimal(loaded_ns) / _NANOS_PER_HOUR
-    usd = None if price is None else price.usd_per_chip_hour * hours
-    cost = "" if usd is None else format(usd, "f")
+    hours = Decimal(cell.amounts["loaded_ns"]) / _NANOS_PER_HOUR
+    named = "nobody: nothing ran" if key == IDLE else key
     return {
-        "BilledCost": cost,
         "BillingAccountId": "tpugate",
-        "BillingCurrency": "USD",
+        "BillingAccountName": "tpugate",
         "BillingPeriodStart": _time(month),
         "BillingPeriodEnd": _time((month + timedelta(days=32)).replace(day=1)),
         "ChargeCategory": "Usage",
@@ -62,27 +68,60 @@ def _row(report: Report, keys: tuple[str, ...], price_id: str, loaded_ns: int) -
         "ChargePeriodEnd": _time(begin + timedelta(days=1)),
         "ConsumedQuantity": format(hours, "f"),
         "ConsumedUnit": "Chip-Hours",
-        "ContractedCost": cost,
-        "EffectiveCost": cost,
         "InvoiceIssuerName": "tpugate",
-        "ListCost": cost,
-        "ListUnitPrice": "" if price is None else format(price.usd_per_chip_hour, "f"),
-        "PricingCategory": "" if price is None else _TERMS.get(price.term, "Other"),
         "PricingQuantity": format(hours, "f"),
         "PricingUnit": "Chip-Hours",
         "ProviderName": "tpugate",
         "PublisherName": "tpugate",
-        "RegionId": "" if price is None else price.region,
-        "ResourceId": model,
-        "ResourceName": model,
+        "ResourceId": inert(model),
+        "ResourceName": inert(model),
         "ResourceType": "Model",
         "ServiceCategory": "AI and Machine Learning",
         "ServiceName": "Model serving",
-        "SkuId": "" if price is None else price.sku,
-        "SkuPriceId": price_id,
+        "ServiceSubcategory": "Generative AI",
         "SubAccountId": key,
+        "SubAccountName": named,
         "Tags": json.dumps({"tag": tag} if tag else {}),
+        **_priced(report.prices.get(cell.price_id), book, begin, hours),
+        "x_ActiveChipHours": format(_hours(cell, "prefill_ns", "decode_ns"), "f"),
+        "x_UncachedInputTokens": str(cell.amounts["uncached_tokens"]),
+        "x_CachedInputTokens": str(cell.amounts["cached_tokens"]),
+        "x_OutputTokens": str(cell.amounts["delivered_tokens"]),
+        "x_Requests": str(cell.amounts["num_requests"]),
+        "x_Provisional": "true" if report.num_open_hours else "false",
     }
+
+
+def _priced(
+    price: PriceRow | None, book: PriceBook, begin: datetime, hours: Decimal
+) -> dict[str, str]:
+    """All that hangs on a price; empty, and a reason, without one."""
+    if price is None:
+        return {"BillingCurrency": "USD", "PricingCategory": "Other", "x_CostReason": "no_price"}
+    own = book.get(price.price_id)
+    without = None if own is None else book.list_price(own, int(begin.timestamp()) * 10**9)
+    each = price.usd_per_chip_hour
+    list_each = each if without is None else without.usd_per_chip_hour
+    cost = format(each * hours, "f")
+    return {
+        "BillingCurrency": "USD",
+        "BilledCost": cost,
+        "ContractedCost": cost,
+        "ContractedUnitPrice": format(each, "f"),
+        "EffectiveCost": cost,
+        "ListCost": format(list_each * hours, "f"),
+        "ListUnitPrice": format(list_each, "f"),
+        "PricingCategory": _TERMS.get(price.term, "Other"),
+        "RegionId": price.region,
+        "RegionName": price.region,
+        "SkuId": price.sku,
+        "SkuPriceId": price.price_id,
+        "x_PriceSource": f"{price.source} ({price.retrieved_at})",
+    }
+
+
+def _hours(cell: Cell, *names: str) -> Decimal:
+    return Decimal(sum(cell.amounts[name] for name in names)) / _NANOS_PER_HOUR
 
 
 def _time(moment: datetime) -> str:

@@ -1,6 +1,7 @@
 """What may be asked of reports, on the command line and over HTTP alike; a mistake names its parameter."""
 
 import re
+from collections.abc import Iterable
 from datetime import UTC, datetime
 
 from gateway.domain.accounting.report import By, Window
@@ -9,6 +10,9 @@ from gateway.errors import BadRequestError
 
 DEFAULT_DAYS = 30
 MAX_DAYS = 3660
+PARAMETERS = ("from", "to", "by", "what_if", "waste", "format", "limit", "offset")
+"""Over HTTP."""
+FORMATS = ("json", "csv", "focus")
 _WHEN = re.compile(r"\d{4}-\d{2}-\d{2}(T\d{2}(:00(:00)?)?Z?)?")
 
 
@@ -36,6 +40,22 @@ def by_of(text: str | None) -> tuple[By, ...]:
     if By.DAY in names and By.HOUR in names:
         raise _wrong("by", "either day or hour")
     return tuple(By(name) for name in names)
+
+
+def refuse_unknown(names: Iterable[str]) -> None:
+    """A misspelt filter would answer another question. Raises `BadRequestError`."""
+    for name in names:
+        if name not in PARAMETERS:
+            raise _wrong(name[:50], f"parameters are {', '.join(PARAMETERS)}")
+
+
+def format_of(given: str | None, accept: str) -> str:
+    """`json`, `csv` or `focus`: as it was said, else by the Accept header. Raises `BadRequestError`."""
+    if given is None:
+        return "csv" if "text/csv" in accept.lower() else FORMATS[0]
+    if given not in FORMATS:
+        raise _wrong("format", f"one of {', '.join(FORMATS)} is wanted")
+    return given
 
 
 def _seconds(text: str, param: str) -> int:

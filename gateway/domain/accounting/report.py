@@ -13,6 +13,7 @@ failed is in the dollars; only delivered tokens are in the divisors. Chip-time w
 dollars null, never smaller.
 """
 
+import asyncio
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -134,6 +135,17 @@ async def report(database: Database, window: Window, by: Sequence[By]) -> Report
         cells = await read_cells(session, window, by)
         prices = await read_price_rows(session)
         num_open = await _num_open(session, window)
+    # Not in the loop that answers go through, as there may be many lines.
+    return await asyncio.to_thread(_made, window, by, cells, prices, num_open)
+
+
+def _made(
+    window: Window,
+    by: Sequence[By],
+    cells: list[Cell],
+    prices: Mapping[str, PriceRow],
+    num_open: int,
+) -> Report:
     used = {cell.price_id for cell in cells}
     return Report(
         window=window,
