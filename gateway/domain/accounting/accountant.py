@@ -28,7 +28,7 @@ from gateway.domain.accounting.posting import UnknownFitError
 from gateway.domain.accounting.prices import Pricing
 from gateway.domain.accounting.retention import prune
 from gateway.domain.accounting.tables import BadBatch, ChipGroup
-from gateway.errors import GatewayError, UnavailableError
+from gateway.errors import GatewayError
 from workers.channel import Channel, checked, entries_of
 from workers.chip_time import (
     ACCOUNTANTS,
@@ -256,7 +256,9 @@ class Accountant:
             except OutOfTurnError:
                 waiting.next_number = await self._next_number(group_id)
             except UnknownFitError as error:
-                raise UnavailableError(f"Chip-time of {group_id} waits: {error}.") from error
+                # The fit may be on its way; the other groups do not wait for it.
+                logger.error("chip-time of %s waits: %s", group_id, error)
+                return
             if waiting.next_number == before:
                 # It was taken for lost and lives, or begins with something else than its beginning.
                 logger.error("entries of %s are dropped: its line has ended", group_id)
