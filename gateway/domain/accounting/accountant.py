@@ -13,30 +13,30 @@ import logging
 import time
 from collections import defaultdict
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, field
+from functools import partial
+from typing import TypeVar
 
 import msgspec
 from redis.asyncio import Redis
-from redis.exceptions import RedisError, ResponseError
+from redis.exceptions import RedisError
 from sqlalchemy import func, insert, select, update
 
 from gateway.db.engine import Database
-from gateway.domain.accounting.booking import Booking, OutOfTurnError
+from gateway.domain.accounting.booking import Booking, OutOfTurnError, is_over
 from gateway.domain.accounting.closing import close_hours
 from gateway.domain.accounting.fits import newest_fits, refit
-from gateway.domain.accounting.posting import UnknownFitError
 from gateway.domain.accounting.prices import Pricing
 from gateway.domain.accounting.retention import prune
 from gateway.domain.accounting.tables import BadBatch, ChipGroup
+from gateway.domain.accounting.waiting import Waiting, decoded
 from gateway.errors import GatewayError
 from workers.channel import Channel, checked, entries_of
 from workers.chip_time import (
     ACCOUNTANTS,
     CHIP_TIME_STREAM,
-    AnyEntry,
+    Fits,
     committed_key,
-    decode_batch,
-    decode_entry,
+    decode_fits,
     encode,
     fits_key,
 )
@@ -48,8 +48,6 @@ _CONSUMER = "accountant"
 """The same for all: whoever has the lease goes on with what the one before had read."""
 _READ_COUNT = 50
 _BLOCK_MS = 500
-_SLICE = 100
-"""Entries of a transaction."""
 _MAX_EARLY = 200_000
 """Entries of a group that wait for missing ones; more are left in Redis."""
 _UPKEEP_S = 2.0
@@ -57,21 +55,15 @@ _TIDY_S = 600.0
 """How often costs are fitted and old entries go."""
 _MISSES_UNTIL_LOST = 4
 """Looks, with Redis well, at which a group's worker has no status, until it is taken for lost."""
+_FIRST_PAUSE_S = 0.2
 _LONGEST_PAUSE_S = 5.0
 _MAX_BAD = 500
+_INLINE_BYTES = 16 * 1024
+"""A longer message is read in a thread."""
 
 logger = logging.getLogger(__name__)
+T = TypeVar("T")
 ReadPricing = Callable[[], Awaitable[Pricing]]
-
-
-@dataclass
-class _Waiting:
-    """What has come of a group and is not in SQL yet."""
-
-    entries: dict[int, tuple[AnyEntry, bytes]] = field(default_factory=dict)
-    messages: dict[bytes, int] = field(default_factory=dict)
-    """Number of the last entry of each."""
-    next_number: int = 0
 
 
 class Accountant:
@@ -91,12 +83,16 @@ class Accountant:
         self._database = database
         self._read_pricing = read_pricing
         self._owner = owner
-        self._booking = Booking(database)
-        self._groups: dict[str, _Waiting] = {}
+        self._booking = Booking(database, self._fits_of_workers)
+        self._groups: dict[str, Waiting] = {}
         self._missed: dict[str, int] = defaultdict(int)
         self._seen_ns: dict[str, int] = {}
+        self._dropped: set[str] = set()
+        """Groups that it was said of."""
         self._has_recovered = False
         """The pending messages of this tenure were read."""
+        self._has_caught_up = False
+        """There was nothing more in the stream when it was read last."""
         self._upkeep_s = 0.0
         self._tidied_s = 0.0
         self._pricing: Pricing | None = None
@@ -114,14 +110,19 @@ class Accountant:
                 await self._turn()
                 pause_s = 0.0
             except (RedisError, OSError, GatewayError) as error:
-                if isinstance(error, ResponseError) and "NOGROUP" in str(error):
-                    continue
                 if not pause_s:
                     logger.warning("the accountant waits: %s", error)
-                # Whatever was under way is read again: it is pending, and what is in SQL is passed over.
-                self._forget()
-                pause_s = min(_LONGEST_PAUSE_S, max(0.2, 2 * pause_s))
-                await asyncio.sleep(pause_s)
+                pause_s = await self._pause(pause_s)
+            except Exception:
+                logger.exception("the accountant has failed and tries again")
+                pause_s = await self._pause(pause_s)
+
+    async def _pause(self, last_s: float) -> float:
+        """Longer than the last; whatever was under way is read again: it is pending, or in SQL and passed over."""
+        self._forget()
+        pause_s = min(_LONGEST_PAUSE_S, max(_FIRST_PAUSE_S, 2 * last_s))
+        await asyncio.sleep(pause_s)
+        return pause_s
 
     async def _turn(self) -> None:
         now_s = time.monotonic()
@@ -134,6 +135,7 @@ class Accountant:
                 await self._tidy()
                 self._tidied_s = now_s
         messages = await self._read()
+        self._has_caught_up = len(messages) < _READ_COUNT
         for message_id, payload in messages:
             await self._take(message_id, payload)
         for group_id in list(self._groups):
@@ -214,28 +216,31 @@ class Accountant:
             await self._acknowledge([message_id])
             return
         try:
-            batch = decode_batch(payload)
-            entries = [(decode_entry(one), one) for one in batch.payloads]
-        except msgspec.MsgspecError as error:
+            # A worker's backlog comes in messages of a megabyte, and the event loop has answers to send.
+            batch, entries = await _aside(payload, partial(decoded, payload))
+        except (msgspec.MsgspecError, ValueError) as error:
             await self._refuse(message_id, payload, str(error))
-            return
-        numbers = [entry.number for entry, _ in entries]
-        if not numbers or numbers != list(range(batch.first, batch.first + len(numbers))):
-            await self._refuse(message_id, payload, "its entries do not follow each other")
             return
         waiting = self._groups.get(batch.group)
         if waiting is None:
-            waiting = self._groups[batch.group] = _Waiting()
-            waiting.next_number = await self._next_number(batch.group)
+            waiting = await self._look_up(batch.group)
+            self._groups[batch.group] = waiting
         if len(waiting.entries) < _MAX_EARLY:
-            for pair in entries:
-                waiting.entries.setdefault(pair[0].number, pair)
-            waiting.messages[message_id] = numbers[-1]
+            waiting.add(message_id, entries, batch.head)
 
-    async def _next_number(self, group_id: str) -> int:
+    async def _look_up(self, group_id: str) -> Waiting:
         async with self._database.session() as session:
             group = await session.get(ChipGroup, group_id)
-            return 0 if group is None else group.next_number
+            if group is None:
+                return Waiting()
+            return Waiting(next_number=group.next_number, is_over=is_over(group))
+
+    async def _fits_of_workers(self, model: str) -> Fits | None:
+        (payload,) = checked(await self._channel.call(("GET", fits_key(model))))
+        try:
+            return None if payload is None else decode_fits(payload)
+        except msgspec.MsgspecError:
+            return None
 
     async def _refuse(self, message_id: bytes, payload: bytes, reason: str) -> None:
         logger.error("a message of the chip-time stream is no batch and is put aside: %s", reason)
@@ -249,28 +254,23 @@ class Accountant:
     async def _book(self, group_id: str) -> None:
         waiting, pricing = self._groups[group_id], self._pricing
         assert pricing is not None
-        while news := _in_turn(waiting):
-            before = waiting.next_number
+        while news := waiting.next_slice():
             try:
-                waiting.next_number = await self._booking.book(group_id, news, pricing)
+                number = await self._booking.book(group_id, news, pricing, waiting.heads)
+                waiting.is_over = number == waiting.next_number
             except OutOfTurnError:
-                waiting.next_number = await self._next_number(group_id)
-            except UnknownFitError as error:
-                # The fit may be on its way; the other groups do not wait for it.
-                logger.error("chip-time of %s waits: %s", group_id, error)
-                return
-            if waiting.next_number == before:
-                # It was taken for lost and lives, or begins with something else than its beginning.
-                logger.error("entries of %s are dropped: its line has ended", group_id)
-                waiting.next_number = 1 + max(waiting.messages.values())
-            waiting.entries = {
-                number: pair
-                for number, pair in waiting.entries.items()
-                if number >= waiting.next_number
-            }
+                found = await self._look_up(group_id)
+                number, waiting.is_over = found.next_number, found.is_over
+            waiting.move_to(number)
+        if waiting.is_over and waiting.messages:
+            # It was taken for lost and lives, it is broken, or it has no beginning.
+            if group_id not in self._dropped:
+                logger.error("chip-time of %s is dropped: its line has ended", group_id)
+                self._dropped.add(group_id)
+            waiting.drop_all()
         await self._settle(group_id, waiting)
 
-    async def _settle(self, group_id: str, waiting: _Waiting) -> None:
+    async def _settle(self, group_id: str, waiting: Waiting) -> None:
         """Tell the worker what it need not keep, and Redis too."""
         done = [i for i, last in waiting.messages.items() if last < waiting.next_number]
         for message_id in done:
@@ -289,6 +289,9 @@ class Accountant:
         async with self._database.session() as session:
             query = select(ChipGroup.group_id, ChipGroup.worker_id).where(ChipGroup.ended == "")
             groups = [(row[0], row[1]) for row in await session.execute(query)]
+        # Of one that SQL does not know the beginning is missing; its name is its worker's.
+        running = {group_id for group_id, _ in groups}
+        groups.extend((group_id, group_id) for group_id in self._groups.keys() - running)
         if not groups:
             self._missed.clear()
             return
@@ -306,11 +309,15 @@ class Accountant:
 
     async def _miss(self, group_id: str) -> None:
         self._missed[group_id] += 1
-        if self._missed[group_id] < _MISSES_UNTIL_LOST or group_id in self._groups:
+        waiting = self._groups.get(group_id)
+        if self._missed[group_id] < _MISSES_UNTIL_LOST or (waiting and not self._has_caught_up):
             return
         assert self._pricing is not None
         if await self._booking.lose(group_id, self._seen_ns.pop(group_id, 0), self._pricing):
             logger.warning("the chips of %s are gone; its last moments are a fault", group_id)
+        if waiting is not None:
+            # Nobody is left to send what is missing before it.
+            waiting.is_over = True
         self._missed.pop(group_id, None)
 
     async def _note_seen(self) -> None:
@@ -332,11 +339,6 @@ class Accountant:
         self._pricing = None
 
 
-def _in_turn(waiting: _Waiting) -> list[tuple[AnyEntry, bytes]]:
-    """The next entries of the group's line that are there without a gap."""
-    news: list[tuple[AnyEntry, bytes]] = []
-    number = waiting.next_number
-    while len(news) < _SLICE and (pair := waiting.entries.get(number)) is not None:
-        news.append(pair)
-        number += 1
-    return news
+async def _aside(payload: bytes, work: Callable[[], T]) -> T:
+    """In a thread, if the payload is long."""
+    return await asyncio.to_thread(work) if len(payload) > _INLINE_BYTES else work()
