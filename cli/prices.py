@@ -1,6 +1,7 @@
 """`tpugate prices`: what an hour of a chip costs, and who says so."""
 
 import json
+import time
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -9,15 +10,17 @@ import click
 
 from cli.database import database_options, with_database
 from cli.errors import SettingError
+from cli.price_tables import fields, moment, render
 
 if TYPE_CHECKING:
     from gateway.db.engine import Database
+    from gateway.domain.accounting.price_check import BookCheck
     from gateway.domain.accounting.price_file import Checked
     from gateway.domain.accounting.price_store import Added
-    from gateway.domain.accounting.prices import Price
+    from gateway.domain.accounting.prices import Price, PriceBook
 
 REFUSED = 1
-"""Exit code if a row was not taken."""
+"""Exit code if a row was not taken, or the book is not sound."""
 
 
 @click.group()
@@ -27,31 +30,31 @@ def prices() -> None:
 
 @prices.command("list")
 @click.option("--sku", help="Only of this chip.")
+@click.option("--term", help="Only on this term.")
+@click.option("--valid", "only_valid", is_flag=True, help="Only what is valid now.")
 @database_options
-def list_prices(
-    sku: str | None, as_json: bool, database_url: str | None, data_dir: str | None
-) -> None:
-    """List all prices with their sources."""
+def list_prices(sku: str | None, term: str | None, only_valid: bool, **flags: Any) -> None:  # noqa: ANN401
+    """List prices with their sources: amortised, and beside them the on-demand price of the same place."""
     from gateway.domain.accounting.price_store import read_book
 
-    async def work(database: "Database") -> "list[Price]":
+    async def work(database: "Database") -> "PriceBook":
         async with database.session() as session:
-            return list(await read_book(session))
+            return await read_book(session)
 
-    rows = sorted(
-        (
-            price
-            for price in with_database(work, database_url, data_dir)
-            if sku in (None, price.sku)
-        ),
-        key=lambda price: (*price.line, price.effective_from_ns),
-    )
-    if as_json:
-        click.echo(json.dumps([_fields(price) for price in rows], indent=2))
-        return
-    for price in rows:
-        click.echo(_shown(price))
-    if not rows:
+    book = with_database(work, flags["database_url"], flags["data_dir"])
+    now_ns = time.time_ns()
+    valid = book.valid_at(now_ns)
+    rows = [
+        (price, book.list_price(price, now_ns if price in valid else price.effective_from_ns))
+        for price in (valid if only_valid else book)
+        if sku in (None, price.sku) and term in (None, price.term.value)
+    ]
+    rows.sort(key=lambda row: (*row[0].line, row[0].effective_from_ns))
+    if flags["as_json"]:
+        click.echo(json.dumps([fields(*row) for row in rows], indent=2))
+    elif rows:
+        click.echo(render(rows))
+    else:
         click.echo("no prices: tpugate prices import --builtin, or tpugate prices add")
 
 
@@ -62,9 +65,13 @@ def list_prices(
 @click.option(
     "--term", default="on_demand", show_default=True, help="on_demand, spot, flex, 1y, 3y."
 )
-@click.option("--from", "effective_from", metavar="DATE", help="Valid from (default: today).")
-@click.option("--to", "effective_to", metavar="DATE", help="Valid until, exclusive.")
+@click.option(
+    "--from", "effective_from", metavar="WHEN",
+    help="Valid from: a date (UTC), or a time with its zone (default: today; now, if a price of today is there).",
+)  # fmt: skip
+@click.option("--to", "effective_to", metavar="WHEN", help="Valid until, exclusive.")
 @click.option("--source", required=True, help="Who says so: a contract, a page and its address.")
+@click.option("--dry-run", is_flag=True, help="Say what would be done, and do nothing.")
 @database_options
 def add(
     sku: str,
@@ -74,27 +81,31 @@ def add(
     **flags: Any,  # noqa: ANN401
 ) -> None:
     """Add one price: what you pay for an hour of a chip."""
-    from gateway.domain.accounting.price_file import price_of
-    from gateway.domain.accounting.strict_yaml import YamlError, parse_yaml
+    from gateway.domain.accounting.price_store import add_prices, read_book
 
-    now = datetime.now(UTC)
-    today = now.date().isoformat()
     row: dict[str, object] = {
         "sku": sku,
         "region": flags["region"],
         "term": flags["term"],
-        "effective_from": effective_from or today,
         "source": flags["source"],
-        "retrieved_at": today,
     }
     if effective_to:
         row["effective_to"] = effective_to
-    try:
-        row["usd_per_chip_hour"] = parse_yaml(usd_per_chip_hour)
-        price = price_of(row, now)
-    except (ValueError, YamlError) as error:
-        raise SettingError(f"The price cannot be added: {error}.") from error
-    _store([price], flags, is_trial=False)
+    now = datetime.now(UTC)
+    price = _own_price(row, usd_per_chip_hour, effective_from or f"{now:%Y-%m-%d}", now)
+
+    async def work(database: "Database") -> "Added":
+        wanted = price
+        async with database.session() as session:
+            book = await read_book(session)
+        if effective_from is None and price.id not in {known.id for known in book}:
+            begins = [other.effective_from_ns for other in book if other.line == price.line]
+            if any(begin >= price.effective_from_ns for begin in begins):
+                wanted = _own_price(row, usd_per_chip_hour, now.isoformat(timespec="seconds"), now)
+        return await add_prices(database, [wanted], is_trial=flags["dry_run"], takes_doubtful=True)
+
+    found = with_database(work, flags["database_url"], flags["data_dir"], is_new=True)
+    _tell(found, as_json=flags["as_json"], is_trial=flags["dry_run"], is_doubtful_taken=True)
 
 
 @prices.command("import")
@@ -111,46 +122,91 @@ def import_prices(
     **flags: Any,  # noqa: ANN401
 ) -> None:
     """Import prices from a YAML FILE; each row is checked, and what is wrong or doubtful is left out."""
+    from gateway.domain.accounting.price_store import add_prices
+
     checked = _checked(file, builtin=builtin)
-    rows = list(checked.good)
-    for price, why in checked.quarantined:
-        click.echo(
-            f"{'taken though' if accept_quarantined else 'put aside:'} {_shown(price)}: {why}",
-            err=True,
-        )
-        if accept_quarantined:
-            rows.append(price)
-    _store(rows, flags, is_trial=dry_run, refused=checked.refused)
+    rows = [*checked.good, *(price for price, _ in checked.quarantined)]
+
+    async def work(database: "Database") -> "Added":
+        return await add_prices(database, rows, is_trial=dry_run, takes_doubtful=accept_quarantined)
+
+    found = with_database(work, flags["database_url"], flags["data_dir"], is_new=True)
+    found.refused[:0] = checked.refused
+    _tell(found, as_json=flags["as_json"], is_trial=dry_run, is_doubtful_taken=accept_quarantined)
 
 
 @prices.command()
 @click.argument("file", type=click.Path(path_type=Path), required=False)
 @click.option("--builtin", is_flag=True, help="The list prices that come with tpugate.")
-@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-def check(file: Path | None, builtin: bool, as_json: bool) -> None:
-    """Check a YAML FILE of prices without a database; exit code 1 if a row is wrong."""
+@database_options
+def check(file: Path | None, builtin: bool, **flags: Any) -> None:  # noqa: ANN401
+    """Check the price book, or a YAML FILE of prices without a database; exit code 1 if a row is wrong."""
+    if file is None and not builtin:
+        _check_book(flags)
+        return
     checked = _checked(file, builtin=builtin)
-    if as_json:
-        click.echo(
-            json.dumps(
-                {
-                    "good": [_fields(price) for price in checked.good],
-                    "refused": checked.refused,
-                    "quarantined": [
-                        {**_fields(price), "reason": why} for price, why in checked.quarantined
-                    ],
-                },
-                indent=2,
-            )
-        )
+    if flags["as_json"]:
+        quarantined = [{**fields(price), "reason": why} for price, why in checked.quarantined]
+        good = [fields(price) for price in checked.good]
+        told = {"good": good, "refused": checked.refused, "quarantined": quarantined}
+        click.echo(json.dumps(told, indent=2))
     else:
         click.echo(f"{len(checked.good)} rows are good")
-        for price, why in checked.quarantined:
-            click.echo(f"put aside: {_shown(price)}: {why}")
-        for why in checked.refused:
-            click.echo(f"refused: {why}")
+        _tell_doubtful([price for price, _ in checked.quarantined], "put aside")
+        _tell_refused(checked.refused)
     if checked.refused:
         raise SystemExit(REFUSED)
+
+
+def _check_book(flags: dict[str, Any]) -> None:
+    from gateway.domain.accounting.price_check import check_book
+    from gateway.errors import SettingsError
+    from gateway.settings import GatewaySettings
+
+    try:
+        settings = GatewaySettings.from_environment()
+    except SettingsError as error:
+        raise SettingError(str(error)) from error
+
+    async def work(database: "Database") -> "BookCheck":
+        return await check_book(database, settings, time.time_ns())
+
+    found = with_database(work, flags["database_url"], flags["data_dir"])
+    if flags["as_json"]:
+        told = {
+            "prices": found.num_prices,
+            "faults": found.faults,
+            "warnings": found.warnings,
+        }
+        click.echo(json.dumps(told, indent=2))
+    else:
+        click.echo(f"{found.num_prices} prices, {len(found.faults)} faults")
+        for kind, sentences in (("fault", found.faults), ("warning", found.warnings)):
+            for sentence in sentences:
+                click.echo(f"{kind}: {sentence}")
+    if found.faults:
+        raise SystemExit(REFUSED)
+
+
+def _own_price(
+    row: dict[str, object], usd_per_chip_hour: str, effective_from: str, now: datetime
+) -> "Price":
+    """Raises `SettingError` if it is none."""
+    from gateway.domain.accounting.price_file import price_of
+    from gateway.domain.accounting.strict_yaml import YamlError, parse_yaml
+
+    try:
+        return price_of(
+            {
+                **row,
+                "usd_per_chip_hour": parse_yaml(usd_per_chip_hour),
+                "effective_from": effective_from,
+                "retrieved_at": f"{now:%Y-%m-%d}",
+            },
+            now,
+        )
+    except (ValueError, YamlError) as error:
+        raise SettingError(f"The price cannot be added: {error}.") from error
 
 
 def _checked(file: Path | None, *, builtin: bool) -> "Checked":
@@ -166,66 +222,35 @@ def _checked(file: Path | None, *, builtin: bool) -> "Checked":
         raise SettingError(str(error)) from error
 
 
-def _store(
-    rows: "list[Price]", flags: dict[str, Any], *, is_trial: bool, refused: list[str] | None = None
-) -> None:
-    from gateway.domain.accounting.price_store import add_prices
-
-    async def work(database: "Database") -> "Added":
-        return await add_prices(database, rows, is_trial=is_trial)
-
-    found = with_database(work, flags["database_url"], flags["data_dir"], is_new=True)
-    wrong = [*(refused or []), *found.refused]
-    if flags["as_json"]:
-        click.echo(
-            json.dumps(
-                {
-                    "added": [_fields(price) for price in found.added],
-                    "known": len(found.known),
-                    "refused": wrong,
-                    "dry_run": is_trial,
-                },
-                indent=2,
-            )
-        )
+def _tell(found: "Added", *, as_json: bool, is_trial: bool, is_doubtful_taken: bool) -> None:
+    """Exits with `REFUSED` if a row was."""
+    if as_json:
+        told = {
+            "added": [fields(price) for price in found.added],
+            "known": len(found.known),
+            "refused": found.refused,
+            "doubtful": [fields(price) for price in found.doubtful],
+            "dry_run": is_trial,
+        }
+        click.echo(json.dumps(told, indent=2))
     else:
         would = "would be " if is_trial else ""
         click.echo(f"{len(found.added)} {would}added, {len(found.known)} were there already")
-        for why in wrong:
-            click.echo(f"refused: {why}", err=True)
-    if wrong:
+        for price in found.added if len(found.added) == 1 else ():
+            click.echo(f"valid from {moment(price.effective_from_ns)}: {price.source_line}")
+        _tell_doubtful(found.doubtful, "taken though" if is_doubtful_taken else "put aside")
+        _tell_refused(found.refused)
+    if found.refused:
         raise SystemExit(REFUSED)
 
 
-def _fields(price: "Price") -> dict[str, object]:
-    return {
-        "price_id": price.id,
-        "sku": price.sku,
-        "region": price.region,
-        "term": price.term.value,
-        "usd_per_chip_hour": format(price.usd_per_chip_hour, "f"),
-        "effective_from": _when(price.effective_from_ns),
-        "effective_to": None if price.effective_to_ns is None else _when(price.effective_to_ns),
-        "currency": price.currency,
-        "source": price.source,
-        "retrieved_at": price.retrieved_at,
-        **price.detail,
-    }
+def _tell_doubtful(doubtful: "list[Price]", what: str) -> None:
+    from gateway.domain.accounting.price_rules import DOUBTFUL, named
+
+    for price in doubtful:
+        click.echo(f"{what}: {named(price)} ({price.source_line}): {DOUBTFUL}", err=True)
 
 
-def _shown(price: "Price") -> str:
-    usd = format(price.usd_per_chip_hour, "f")
-    until = "" if price.effective_to_ns is None else f" to {_when(price.effective_to_ns)}"
-    return (
-        f"{price.sku:8} {price.region:24} {price.term.value:10} US$ {usd:>9}  from "
-        f"{_when(price.effective_from_ns)}{until}  {price.source_line}"
-    )
-
-
-def _when(unix_ns: int) -> str:
-    moment = datetime.fromtimestamp(unix_ns // 10**9, UTC)
-    return (
-        f"{moment:%Y-%m-%d}"
-        if moment.hour == moment.minute == moment.second == 0
-        else f"{moment:%Y-%m-%dT%H:%M:%SZ}"
-    )
+def _tell_refused(refused: list[str]) -> None:
+    for why in refused:
+        click.echo(f"refused: {why}", err=True)

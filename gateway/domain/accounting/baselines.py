@@ -64,8 +64,8 @@ _DTYPES = {
 
 
 def dtype_class(dtype: str) -> DtypeClass | None:
-    """None for one that is not known, which matches nothing."""
-    return _DTYPES.get(dtype.lower())
+    """By its first word, which is of the weights: `fp8, fp8 KV`. None for one that is not known: it matches nothing."""
+    return _DTYPES.get(re.split(r"[^a-z0-9]", dtype.lower().strip(), maxsplit=1)[0])
 
 
 _TUNED = re.compile(r"-(instruct|it|chat|base|hf|\d{4}|fp8|bf16|fp4|nvfp4)$")

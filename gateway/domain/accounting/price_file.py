@@ -4,50 +4,47 @@
     - sku: v6e
       region: gcp/us-east5            cloud/region, cloud/all, or any
       term: on_demand                 on_demand, spot, flex, 1y, 3y
-      usd_per_chip_hour: 2.70
-      effective_from: 2026-12-01      a date, or a time with its zone
+      usd_per_chip_hour: 2.70         or original_price, currency, exchange_rate, exchange_source
+      upfront_usd: 5000               optional, of 1y and 3y: paid in advance, spread over the term's hours
+      effective_from: 2026-12-01      a date (UTC), or a time with its zone
       effective_to: 2027-06-01        optional, exclusive
       source: title, address
       retrieved_at: 2026-12-01
+      confirmed_by: title, address    optional: a second source, of a row that would be doubtful
+      note: host included             optional
 
-Refused are rows without a source or a date, on-demand prices below the spot price of the same place, the 700.0 that
-one public catalogue writes for "none", and pages known to contradict the bills. Put aside (quarantined) are the lower
-on-demand prices of a chip whose prices within one cloud lie more than 1.5 times apart: often they are of another kind
-of purchase.
+Refused are rows without a source or a date, the 700.0 that one public catalogue writes for "none", and pages known to
+contradict the bills. `price_rules.py` has what is asked of rows beside each other.
 """
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, date, datetime, time, timedelta
 from decimal import Decimal
 from importlib.resources import as_file, files
 from pathlib import Path
 
+from gateway.domain.accounting.price_rules import CONFIRMED, DOUBTFUL, sort_out
 from gateway.domain.accounting.prices import Price, Term
 from gateway.domain.accounting.strict_yaml import YamlError, read_yaml
 
-_REQUIRED = {
-    "sku", "region", "term", "usd_per_chip_hour", "effective_from", "source", "retrieved_at",
-}  # fmt: skip
-_OPTIONAL = {
-    "effective_to",
-    "note",
-    "currency",
-    "original_price",
-    "exchange_rate",
-    "exchange_source",
-}
-_WORD = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+MAX_ROWS = 5000
+_REQUIRED = {"sku", "region", "term", "effective_from", "source", "retrieved_at"}
+_EXCHANGE = {"original_price", "exchange_rate", "exchange_source"}
+_OPTIONAL = {"usd_per_chip_hour", "upfront_usd", "currency", "effective_to", "note", CONFIRMED}
+_SKU = re.compile(r"[a-z0-9][a-z0-9._-]{0,63}")
 _REGION = re.compile(r"any|[a-z0-9-]{1,20}/[a-z0-9-]{1,40}")
 _NO_PRICE = Decimal(700)
 _DEAREST = Decimal(1000)
 """US dollars for an hour of a chip: more is a mistake of units."""
-_FURTHEST_APART = Decimal("1.5")
+_PLACES = Decimal("1e-12")
 _NOT_TO_BE_TRUSTED = ("deploybase.ai", "digiteria")
 _MAX_SOURCE = 1000
 _DAY = re.compile(r"\d{4}-\d{2}-\d{2}")
 _NANOS = 10**9
+_YEARS = range(2010, 2200)
+"""Others are mistakes, and do not fit nanoseconds of 64 bits."""
 
 
 @dataclass
@@ -66,6 +63,8 @@ def read_price_file(path: Path, now: datetime) -> Checked:
     rows = document.get("prices") if isinstance(document, dict) else None
     if not isinstance(rows, list) or not rows:
         raise YamlError(f"{path}: a list of rows under 'prices' is wanted")
+    if len(rows) > MAX_ROWS:
+        raise YamlError(f"{path}: more than {MAX_ROWS} rows")
     return check_rows(rows, now)
 
 
@@ -76,6 +75,7 @@ def read_builtin(now: datetime) -> Checked:
 
 
 def check_rows(rows: Sequence[object], now: datetime) -> Checked:
+    """Each row, and the rows beside each other."""
     checked = Checked()
     read: list[Price] = []
     for number, row in enumerate(rows, 1):
@@ -83,16 +83,10 @@ def check_rows(rows: Sequence[object], now: datetime) -> Checked:
             read.append(price_of(row, now))
         except ValueError as error:
             checked.refused.append(f"row {number}: {error}")
-    below = _below_spot(read)
-    checked.refused += [
-        f"{_name(price)}: an on-demand price below the spot price of the same place"
-        for price in below
-    ]
-    kept = [price for price in read if price not in below]
-    low = _low_cluster(kept)
-    reason = "far below the chip's other on-demand prices of this cloud: a second source is wanted"
-    checked.quarantined = [(price, reason) for price in kept if price in low]
-    checked.good = [price for price in kept if price not in low]
+    found = sort_out(read)
+    checked.good = found.good
+    checked.refused += found.refused
+    checked.quarantined = [(price, DOUBTFUL) for price in found.doubtful]
     return checked
 
 
@@ -103,12 +97,11 @@ def price_of(row: object, now: datetime) -> Price:
     names = set(row)
     if missing := sorted(_REQUIRED - names):
         raise ValueError(f"{', '.join(missing)} is missing")
-    if unknown := sorted(names - _REQUIRED - _OPTIONAL):
+    if unknown := sorted(names - _REQUIRED - _OPTIONAL - _EXCHANGE):
         raise ValueError(f"{', '.join(unknown)[:100]} is unknown")
-    source = _text(row, "source", _MAX_SOURCE)
-    if any(name in source.lower() for name in _NOT_TO_BE_TRUSTED):
-        raise ValueError("source: this page is known to contradict the bills")
-    usd, currency, detail = _money(row)
+    source = _source(row, "source")
+    term = _term(row)
+    usd, currency, detail = _money(row, term)
     begin, end = _moment(row, "effective_from"), None
     if row.get("effective_to") is not None:
         end = _moment(row, "effective_to")
@@ -116,10 +109,14 @@ def price_of(row: object, now: datetime) -> Price:
             raise ValueError("effective_to is not after effective_from")
     if "note" in row:
         detail["note"] = _text(row, "note", _MAX_SOURCE)
+    if CONFIRMED in row:
+        detail[CONFIRMED] = _source(row, CONFIRMED)
+        if detail[CONFIRMED] == source:
+            raise ValueError(f"{CONFIRMED} is the source itself: another one is wanted")
     return Price(
-        sku=_matching(row, "sku", _WORD),
+        sku=_matching(row, "sku", _SKU),
         region=_matching(row, "region", _REGION),
-        term=_term(row),
+        term=term,
         usd_per_chip_hour=usd,
         effective_from_ns=begin,
         effective_to_ns=end,
@@ -130,31 +127,68 @@ def price_of(row: object, now: datetime) -> Price:
     )
 
 
-def _money(row: Mapping[str, object]) -> tuple[Decimal, str, dict[str, str]]:
-    """In dollars, the currency of the source, and what it was exchanged at."""
-    value = row["usd_per_chip_hour"]
-    if isinstance(value, bool) or not isinstance(value, int | Decimal):
-        raise ValueError("usd_per_chip_hour is no number")
-    usd = Decimal(value)
-    if usd == _NO_PRICE:
-        raise ValueError("usd_per_chip_hour: 700 is one catalogue's word for 'no price'")
-    if not 0 < usd <= _DEAREST:
-        raise ValueError(f"usd_per_chip_hour has to be above 0 and at most {_DEAREST}")
-    if usd.as_tuple().exponent < -12:  # type: ignore[operator]  # it is finite
-        raise ValueError("usd_per_chip_hour has more than 12 places")
+def _money(row: Mapping[str, object], term: Term) -> tuple[Decimal, str, dict[str, str]]:
+    """In dollars, the currency of the source, and how the one came from the other."""
     currency = str(row.get("currency", "USD"))
     if not re.fullmatch(r"[A-Z]{3}", currency):
         raise ValueError("currency is three capital letters")
-    if currency == "USD":
-        return usd, currency, {}
-    exchange = {
-        name: row.get(name) for name in ("original_price", "exchange_rate", "exchange_source")
+    usd, detail = _dollars(row) if currency == "USD" else _exchanged(row)
+    if "upfront_usd" in row:
+        if term.hours is None:
+            raise ValueError("upfront_usd is for the terms 1y and 3y")
+        upfront = _number(row, "upfront_usd", _DEAREST * term.hours)
+        detail |= {"hourly_usd": format(usd, "f"), "upfront_usd": format(upfront, "f")}
+        usd = (usd + upfront / term.hours).quantize(_PLACES)
+    return usd, currency, detail
+
+
+def _dollars(row: Mapping[str, object]) -> tuple[Decimal, dict[str, str]]:
+    if needless := sorted(_EXCHANGE & set(row)):
+        raise ValueError(f"{needless[0]} is for a price in another currency")
+    return _number(row, "usd_per_chip_hour"), {}
+
+
+def _exchanged(row: Mapping[str, object]) -> tuple[Decimal, dict[str, str]]:
+    if not set(row) >= _EXCHANGE:
+        raise ValueError(f"a price in another currency needs {', '.join(sorted(_EXCHANGE))}")
+    original = _number(row, "original_price", _DEAREST * 10**6)
+    rate = _number(row, "exchange_rate", _DEAREST * 10**3)
+    usd = (original * rate).quantize(_PLACES)
+    if not 0 < usd <= _DEAREST:
+        raise ValueError(f"original_price x exchange_rate is not between 0 and {_DEAREST} dollars")
+    if "usd_per_chip_hour" in row:
+        said = _number(row, "usd_per_chip_hour")
+        if abs(said - usd) > usd / 1000:
+            raise ValueError(f"usd_per_chip_hour is not original_price x exchange_rate, {usd:f}")
+    return usd, {
+        "original_price": format(original, "f"),
+        "exchange_rate": format(rate, "f"),
+        "exchange_source": _source(row, "exchange_source"),
     }
-    if any(value is None for value in exchange.values()):
-        raise ValueError(
-            "a price in another currency needs original_price, exchange_rate and exchange_source"
-        )
-    return usd, currency, {name: str(value)[:_MAX_SOURCE] for name, value in exchange.items()}
+
+
+def _number(row: Mapping[str, object], name: str, most: Decimal = _DEAREST) -> Decimal:
+    """Above 0 and at most `most`, with at most 12 places."""
+    if name not in row:
+        raise ValueError(f"{name} is missing")
+    value = row[name]
+    if isinstance(value, bool) or not isinstance(value, int | Decimal):
+        raise ValueError(f"{name} is no number")
+    number = Decimal(value)
+    if number == _NO_PRICE and name in ("usd_per_chip_hour", "original_price"):
+        raise ValueError(f"{name}: 700 is one catalogue's word for 'no price'")
+    if not 0 < number <= most:
+        raise ValueError(f"{name} has to be above 0 and at most {most}")
+    if number.as_tuple().exponent < -12:  # type: ignore[operator]  # it is finite
+        raise ValueError(f"{name} has more than 12 places")
+    return number
+
+
+def _source(row: Mapping[str, object], name: str) -> str:
+    source = _text(row, name, _MAX_SOURCE)
+    if any(page in source.lower() for page in _NOT_TO_BE_TRUSTED):
+        raise ValueError(f"{name}: this page is known to contradict the bills")
+    return source
 
 
 def _term(row: Mapping[str, object]) -> Term:
@@ -177,7 +211,7 @@ def _text(row: Mapping[str, object], name: str, most: int) -> str:
         not isinstance(value, str)
         or not value.strip()
         or len(value) > most
-        or "\n" in value.strip()
+        or not value.strip().isprintable()
     ):
         raise ValueError(f"{name} has to be one line of text of at most {most} characters")
     return value.strip()
@@ -195,6 +229,8 @@ def _moment(row: Mapping[str, object], name: str) -> int:
         raise ValueError(f"{name} is no date") from error
     if moment.tzinfo is None:
         raise ValueError(f"{name} is a time without a zone: write Z, or +01:00")
+    if moment.year not in _YEARS:
+        raise ValueError(f"{name} is not between {_YEARS[0]} and {_YEARS[-1]}")
     return int(moment.timestamp()) * _NANOS
 
 
@@ -209,31 +245,3 @@ def _retrieved(row: Mapping[str, object], now: datetime) -> str:
     if day > now.date() + timedelta(days=1):
         raise ValueError("retrieved_at lies in the future")
     return text
-
-
-def _below_spot(prices: Iterable[Price]) -> list[Price]:
-    by_line = {(price.sku, price.region, price.term): price for price in prices}
-    found = []
-    for (sku, region, term), price in by_line.items():
-        spot = by_line.get((sku, region, Term.SPOT))
-        if term is Term.ON_DEMAND and spot and price.usd_per_chip_hour < spot.usd_per_chip_hour:
-            found.append(price)
-    return found
-
-
-def _low_cluster(prices: Iterable[Price]) -> list[Price]:
-    """On-demand prices that lie more than 1.5 times below the dearest one of the same chip and cloud."""
-    by_cloud: dict[tuple[str, str], list[Price]] = {}
-    for price in prices:
-        if price.term is Term.ON_DEMAND:
-            by_cloud.setdefault((price.sku, price.cloud), []).append(price)
-    return [
-        price
-        for those in by_cloud.values()
-        for price in those
-        if price.usd_per_chip_hour * _FURTHEST_APART < max(p.usd_per_chip_hour for p in those)
-    ]
-
-
-def _name(price: Price) -> str:
-    return f"{price.sku} {price.region} {price.term.value}"

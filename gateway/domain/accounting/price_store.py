@@ -2,13 +2,14 @@
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from sqlalchemy import insert, select
+from sqlalchemy import insert, select, text
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from gateway.db.engine import Database
-from gateway.domain.accounting.prices import Price, PriceBook, Term, overlap
+from gateway.domain.accounting.price_rules import sort_out
+from gateway.domain.accounting.prices import Price, PriceBook, Term
 from gateway.domain.accounting.tables import PriceRow
 
 
@@ -21,55 +22,60 @@ class Added:
     """That were there already."""
     refused: list[str]
     """Why, each a sentence."""
+    doubtful: list[Price] = field(default_factory=list)
+    """Put aside, or also among `added` if they were to be taken."""
 
 
 async def read_book(session: AsyncSession) -> PriceBook:
     """All prices."""
-    return PriceBook(
-        Price(
-            sku=row.sku,
-            region=row.region,
-            term=Term(row.term),
-            usd_per_chip_hour=row.usd_per_chip_hour,
-            effective_from_ns=row.effective_from_ns,
-            effective_to_ns=row.effective_to_ns,
-            source=row.source,
-            retrieved_at=row.retrieved_at,
-            currency=row.currency,
-            detail=row.detail,
-        )
-        for row in await session.scalars(select(PriceRow))
-    )
+    return PriceBook(price_of_row(row) for row in await session.scalars(select(PriceRow)))
 
 
 async def add_prices(
-    database: Database, prices: Sequence[Price], *, is_trial: bool = False
+    database: Database,
+    prices: Sequence[Price],
+    *,
+    is_trial: bool = False,
+    takes_doubtful: bool = False,
 ) -> Added:
-    """Add what is new and overlaps nothing; of two that overlap, the one that is there stays.
+    """Add what is new and within the rules; of two that overlap, the one that is there stays.
 
     Raises `UnavailableError`.
     """
     async with database.session() as session:
+        if not is_trial:
+            await _lock(session)
         book = await read_book(session)
-        there = list(book)
-        known = [price for price in prices if book.get(price.id)]
-        added: list[Price] = []
-        refused: list[str] = []
-        for price in prices:
-            if price in known or price in added:
-                continue
-            clash = overlap([*(p for p in (*there, *added) if p.line == price.line), price])
-            if clash is None:
-                added.append(price)
-            else:
-                one, other = clash
-                refused.append(
-                    f"{price.sku} {price.region} {price.term.value}: both US$ {one.usd_per_chip_hour} "
-                    f"({one.source_line}) and US$ {other.usd_per_chip_hour} ({other.source_line}) would be valid"
-                )
+        found = sort_out(prices, book)
+        added = [*found.good, *(found.doubtful if takes_doubtful else ())]
         if added and not is_trial:
             await session.execute(insert(PriceRow), [_row(price) for price in added])
-    return Added(added, known, refused)
+    known = [price for price in prices if book.get(price.id)]
+    return Added(added, known, found.refused, found.doubtful)
+
+
+async def _lock(session: AsyncSession) -> None:
+    """Until the transaction ends: two that add at once each see what the other has added."""
+    if session.get_bind().dialect.name == "postgresql":
+        await session.execute(text("LOCK TABLE prices IN SHARE ROW EXCLUSIVE MODE"))
+    else:
+        await session.execute(text("BEGIN IMMEDIATE"))
+
+
+def price_of_row(row: PriceRow) -> Price:
+    """Raises ValueError if somebody has written a term that is none."""
+    return Price(
+        sku=row.sku,
+        region=row.region,
+        term=Term(row.term),
+        usd_per_chip_hour=row.usd_per_chip_hour,
+        effective_from_ns=row.effective_from_ns,
+        effective_to_ns=row.effective_to_ns,
+        source=row.source,
+        retrieved_at=row.retrieved_at,
+        currency=row.currency,
+        detail=row.detail,
+    )
 
 
 def _row(price: Price) -> dict[str, object]:

@@ -2,7 +2,7 @@
 
 Numbers with a point become `Decimal`, dates stay text. Refused are: anchors and aliases (a few lines of them
 expand to gigabytes), a key that occurs twice (the last one would win), NaN and infinity, octal and
-sexagesimal numbers (`010`, `1:30`), tags that make objects, and more than one document.
+sexagesimal numbers (`010`, `1:30`), tags (`!!float .`), and more than one document.
 """
 
 import re
@@ -48,7 +48,7 @@ def parse_yaml(text: str) -> object:
         return yaml.load(text, Loader=_Strict)  # noqa: S506 - a SafeLoader
     except yaml.MarkedYAMLError as error:
         raise YamlError(f"{_place(error.problem_mark)}{error.problem}") from error
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, UnicodeError) as error:
         raise YamlError("a character that YAML does not allow") from error
 
 
@@ -58,6 +58,8 @@ def _check_events(text: str) -> None:
     for event in yaml.parse(text, Loader=_Loader):
         if isinstance(event, yaml.AliasEvent) or getattr(event, "anchor", None):
             raise YamlError(f"{_place(event.start_mark)}anchors and aliases are not allowed")
+        if getattr(event, "tag", None):
+            raise YamlError(f"{_place(event.start_mark)}tags are not allowed")
         if isinstance(event, yaml.CollectionStartEvent):
             depth += 1
         elif isinstance(event, yaml.CollectionEndEvent):
