@@ -3,17 +3,12 @@ once, and hours that are over add up to chips × time."""
 
 import asyncio
 import random
-import time
-from collections.abc import AsyncIterator, Awaitable, Callable
 from decimal import Decimal
-from typing import Any
 
 import pytest
 from sqlalchemy import func, select
 
 from gateway.db.engine import Database
-from gateway.domain.accounting.accountant import Accountant
-from gateway.domain.accounting.audit import audit
 from gateway.domain.accounting.booking import Booking, OutOfTurnError
 from gateway.domain.accounting.closing import close_hours
 from gateway.domain.accounting.fits import MIN_STEPS, refit
@@ -26,16 +21,22 @@ from gateway.domain.accounting.tables import (
     BadBatch,
     Charge,
     ChipEntry,
-    ChipGroup,
     OpenCharge,
     Period,
     PriceRow,
     Rollup,
 )
-from gateway.settings import GatewaySettings
-from gateway.streams import connect
+from tests.fakes.accountant import (
+    NO_PRICES,
+    Office,
+    Open,
+    assert_sound,
+    group_of,
+    rows,
+    until,
+    wait_for,
+)
 from tests.fakes.chip_time import HOUR_UNIX_NS, SECOND, Life, random_life
-from tests.fakes.valkey import OwnValkey
 from workers.attribution import weights
 from workers.chip_time import (
     CHIP_TIME_STREAM,
@@ -50,10 +51,9 @@ from workers.chip_time import (
     encode,
     fits_key,
 )
-from workers.protocol import PAYLOAD_FIELD, FinishReason
+from workers.protocol import FinishReason
 
 LATER_S = HOUR_UNIX_NS / SECOND + 100 * 3600
-NO_PRICES = Pricing(PriceBook([]))
 
 
 def price(usd: str, from_ns: int, to_ns: int | None = None) -> Price:
@@ -61,87 +61,6 @@ def price(usd: str, from_ns: int, to_ns: int | None = None) -> Price:
         sku="v6e", region="any", term=Term.ON_DEMAND, usd_per_chip_hour=Decimal(usd),
         effective_from_ns=from_ns, effective_to_ns=to_ns, source="a test", retrieved_at="2026-12-01",
     )  # fmt: skip
-
-
-@pytest.fixture
-async def database(database_url: str) -> AsyncIterator[Database]:
-    database = Database(GatewaySettings(database_url=database_url))
-    await database.create_tables()
-    yield database
-    await database.close()
-
-
-class Office:
-    """An accountant at work on a real Valkey."""
-
-    def __init__(self, url: str, database: Database, pricing: Pricing, name: str) -> None:
-        self.redis = connect(url, 5.0)
-        self.pricing = pricing
-        self.accountant = Accountant(self.redis, database, self._read_pricing, name, 3600.0)
-        self.task = asyncio.create_task(self.accountant.run())
-
-    async def _read_pricing(self) -> Pricing:
-        return self.pricing
-
-    async def send(self, batch: Batch | bytes) -> None:
-        payload = batch if isinstance(batch, bytes) else encode(batch)
-        await self.redis.xadd(CHIP_TIME_STREAM, {PAYLOAD_FIELD: payload})
-
-    async def close(self) -> None:
-        self.task.cancel()
-        await asyncio.wait({self.task})
-        await self.accountant.release()
-        await self.redis.aclose()
-
-
-Open = Callable[..., Office]
-
-
-@pytest.fixture
-async def open_office(
-    valkey_server: OwnValkey, redis_url: str, database: Database
-) -> AsyncIterator[Open]:
-    offices: list[Office] = []
-
-    def open_one(pricing: Pricing = NO_PRICES, name: str = "one") -> Office:
-        offices.append(Office(redis_url, database, pricing, name))
-        return offices[-1]
-
-    yield open_one
-    for office in offices:
-        await office.close()
-
-
-async def until(condition: Callable[[], Awaitable[Any]], what: str) -> Any:
-    end_s = time.monotonic() + 30
-    while time.monotonic() < end_s:
-        if found := await condition():
-            return found
-        await asyncio.sleep(0.02)
-    raise AssertionError(f"gave up waiting until {what}")
-
-
-async def group_of(database: Database, group_id: str = "g") -> ChipGroup | None:
-    async with database.session() as session:
-        return await session.get(ChipGroup, group_id)
-
-
-async def rows(database: Database, table: Any, *where: Any) -> list[Any]:
-    async with database.session() as session:
-        return list(await session.scalars(select(table).where(*where)))
-
-
-async def wait_for(database: Database, life: Life) -> None:
-    async def is_booked() -> bool:
-        group = await group_of(database, life.group)
-        return group is not None and group.next_number == len(life.entries)
-
-    await until(is_booked, f"{life.group} is booked")
-
-
-async def assert_sound(database: Database) -> None:
-    found = await audit(database)
-    assert found.is_sound, [check.as_dict() for check in found.checks if not check.is_sound]
 
 
 async def write_prices(database: Database, *prices: Price) -> Pricing:
@@ -330,21 +249,6 @@ async def test_a_group_that_is_lost_ends_as_a_fault_with_its_requests(database: 
     assert period.fault_ns == 2 * (3 + 5 - 1) * SECOND
     assert not await rows(database, OpenCharge)
     await close_hours(database, LATER_S)
-    await assert_sound(database)
-
-
-async def test_a_worker_that_is_gone_is_noticed(database: Database, open_office: Open):
-    life = Life()
-    life.span(SECOND, Spent.COMPILE)
-    office = open_office()
-    for batch in life.batches():
-        await office.send(batch)
-
-    async def is_lost() -> bool:
-        group = await group_of(database)
-        return group is not None and group.ended == "fault"
-
-    await until(is_lost, "it is taken for lost")
     await assert_sound(database)
 
 

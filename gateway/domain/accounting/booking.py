@@ -2,10 +2,16 @@
 
 Exactly once does not rest on who else is at work: the transaction moves `chip_groups.next_number` on from the
 number that it has read, and one that finds another number there has lost, and leaves nothing behind.
+
+A group's line stops for good before an entry that cannot be booked (`broken_at` is then `next_number`). What
+its chips do from there on becomes a fault when the group ends.
 """
 
 import asyncio
-from collections.abc import Iterable, Sequence
+import logging
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from functools import partial
+from typing import TypeVar
 
 from sqlalchemy import Table, delete, insert, select, update
 from sqlalchemy.exc import IntegrityError
@@ -13,8 +19,10 @@ from sqlalchemy.ext.asyncio import AsyncSession
 
 from gateway.db.engine import Database
 from gateway.domain.accounting.adding import add_up
+from gateway.domain.accounting.fits import adopt
 from gateway.domain.accounting.posting import Fits, KnownFit, Open, Posting
 from gateway.domain.accounting.prices import NoPrice, Pricing
+from gateway.domain.accounting.soundness import flaw
 from gateway.domain.accounting.tables import (
     DAY_S,
     HOUR_S,
@@ -38,6 +46,7 @@ from workers.chip_time import (
     encode,
     first_hash,
 )
+from workers.chip_time import Fits as PublishedFits
 from workers.protocol import HEARTBEAT_TTL_S
 
 _INLINE_MEMBERS = 200
@@ -53,32 +62,54 @@ _AMOUNTS = [
 ]
 _NANOS = 10**9
 
+logger = logging.getLogger(__name__)
+Pairs = Sequence[tuple[AnyEntry, bytes]]
+"""Entries with their payloads."""
+FindFits = Callable[[str], Awaitable[PublishedFits | None]]
+T = TypeVar("T")
+
 
 class OutOfTurnError(Exception):
     """Another accountant has moved the group on meanwhile."""
 
 
+async def _nobody(_: str) -> None:
+    return None
+
+
 class Booking:
     """Of one accountant; holds the fits that it has seen."""
 
-    def __init__(self, database: Database) -> None:
+    def __init__(self, database: Database, ask_workers: FindFits = _nobody) -> None:
+        """`ask_workers` gives the fits that workers of a model have; may raise `RedisError`."""
         self._database = database
+        self._ask_workers = ask_workers
         self._fits: dict[tuple[str, str], KnownFit] = {}
 
     async def book(
-        self, group_id: str, entries: Sequence[tuple[AnyEntry, bytes]], pricing: Pricing
+        self,
+        group_id: str,
+        entries: Pairs,
+        pricing: Pricing,
+        heads: Mapping[int, bytes] | None = None,
     ) -> int:
         """Write entries and their payloads; those that are there already are passed over.
 
-        They must follow each other, and the group's line or a new group's beginning. Gives the number of the
-        next entry. Raises `UnavailableError`, `OutOfTurnError`, `posting.UnknownFitError`.
+        They must follow each other, and the group's line or a new group's beginning. `heads` are the chain's
+        hashes after some of them, as the worker told them; another one is noted. Gives the number of the next
+        entry, which is the same as before if the group's line has ended or is broken.
+        Raises `UnavailableError`, `OutOfTurnError`, `RedisError`.
         """
         try:
             async with self._database.session() as session:
-                return await self._book(session, group_id, entries, pricing)
+                return await self._book(session, group_id, entries, pricing, heads or {})
         except IntegrityError as error:
-            # Another accountant has written the same rows first.
+            # Another accountant has written the same rows first; fits that were stored here are not.
+            self._fits.clear()
             raise OutOfTurnError(group_id) from error
+        except Exception:
+            self._fits.clear()
+            raise
 
     async def lose(self, group_id: str, seen_unix_ns: int, pricing: Pricing) -> bool:
         """End a group that has died: what passed since its last entry is a fault. False if it has ended."""
@@ -94,52 +125,67 @@ class Booking:
                 Released(number=number + 1, begin_ns=end_ns, end_ns=end_ns),
             ]
             news = [(entry, encode(entry)) for entry in last]
-            await self._write(session, group, news, pricing, is_lost=True)
+            await self._write(session, group, news, pricing, {}, is_lost=True)
             return True
 
-    async def read_fits(self, session: AsyncSession) -> Fits:
-        """All that ever were; asked for again when a step names one that is new."""
+    async def _find_fits(self, session: AsyncSession, group: ChipGroup, steps: list[Step]) -> None:
+        """Know what the steps were shared by, as far as anybody does."""
+        named = {(step.fit, step.bucket) for step in steps if step.fit}
+        if named - self._fits.keys():
+            await self._read_fits(session)
+        if named - self._fits.keys():
+            # SQL was made anew, say, under workers that live on.
+            fits = await self._ask_workers(group.model)
+            if fits is not None:
+                await adopt(session, fits, group.model, group.sku)
+                await self._read_fits(session)
+
+    async def _read_fits(self, session: AsyncSession) -> None:
+        """All that ever were."""
         for row in await session.scalars(select(Fit)):
             self._fits[row.fit_id, row.bucket] = KnownFit(
                 Coefficients(row.fixed, row.prefill, row.attention, row.decode, row.context),
                 row.residual_ppm,
             )
-        return self._fits
 
     async def _book(
         self,
         session: AsyncSession,
         group_id: str,
-        entries: Sequence[tuple[AnyEntry, bytes]],
+        entries: Pairs,
         pricing: Pricing,
+        heads: Mapping[int, bytes],
     ) -> int:
         group = await session.get(ChipGroup, group_id)
         if group is None:
             first = entries[0][0]
-            if not isinstance(first, Opened):
+            if not isinstance(first, Opened) or flaw(first, 0, first.num_chips):
                 return 0
             group = _new_group(group_id, first)
             session.add(group)
             await session.flush()
         news = [pair for pair in entries if pair[0].number >= group.next_number]
-        if not news or news[0][0].number != group.next_number or group.ended:
+        if not news or news[0][0].number != group.next_number or is_over(group):
             return group.next_number
-        await self._write(session, group, news, pricing)
-        return news[-1][0].number + 1
+        await self._find_fits(session, group, [one for one, _ in news if isinstance(one, Step)])
+        sound, why = await _aside(news, partial(_sound, news, group, self._fits))
+        if sound:
+            await self._write(session, group, sound, pricing, heads)
+        next_number = group.next_number + len(sound)
+        if why:
+            await _note_broken(session, group_id, next_number, why)
+        return next_number
 
     async def _write(
         self,
         session: AsyncSession,
         group: ChipGroup,
-        news: Sequence[tuple[AnyEntry, bytes]],
+        news: Pairs,
         pricing: Pricing,
+        heads: Mapping[int, bytes],
         *,
         is_lost: bool = False,
     ) -> None:
-        steps = [entry for entry, _ in news if isinstance(entry, Step)]
-        named = {step.fit for step in steps if step.fit}
-        if named - {fit_id for fit_id, _ in self._fits}:
-            await self.read_fits(session)
         posting = Posting(
             group.num_chips,
             group.granted_unix_ns,
@@ -149,15 +195,23 @@ class Booking:
             group.next_step,
         )
         before = set(posting.opened)
-        entries = [entry for entry, _ in news]
-        if sum(len(step.members) for step in steps) > _INLINE_MEMBERS:
-            await asyncio.to_thread(posting.post, entries)
-        else:
-            posting.post(entries)
-        await _move_on(session, group, news, posting, is_lost=is_lost)
-        await _write_log(session, group, news, posting)
+        await _aside(news, partial(posting.post, [entry for entry, _ in news]))
+        hashes = chain(group.head, [payload for _, payload in news])
+        await _move_on(session, group, posting, hashes[-1], is_lost=is_lost)
+        await _write_log(session, group.group_id, news, posting, hashes)
         await _write_open(session, group.group_id, before, posting.opened.values())
         await _write_lines(session, group, posting)
+        numbers = [entry.number for entry, _ in news]
+        for number, head in zip(numbers, hashes, strict=True):
+            if heads.get(number, head) != head and group.broken_at is None:
+                why = f"the worker's chain has another hash after entry {number}"
+                await _note_broken(session, group.group_id, numbers[0], why)
+                break
+
+
+def is_over(group: ChipGroup) -> bool:
+    """Whether no entry can be added to its line any more."""
+    return bool(group.ended) or group.broken_at == group.next_number
 
 
 class _PriceAt:
@@ -178,6 +232,34 @@ class _PriceAt:
             self._from_ns, self._until_ns = first.from_ns, first.to_ns
             self._price_id = "" if isinstance(first.price, NoPrice) else first.price.id
         return self._price_id
+
+
+async def _aside(news: Pairs, work: Callable[[], T]) -> T:
+    """In a thread, if there is much of it: the event loop has answers to send."""
+    num_members = sum(len(entry.members) for entry, _ in news if isinstance(entry, Step))
+    return await asyncio.to_thread(work) if num_members > _INLINE_MEMBERS else work()
+
+
+def _sound(news: Pairs, group: ChipGroup, fits: Fits) -> tuple[Pairs, str]:
+    """Those before the first that cannot be booked, and why it cannot."""
+    end_ns = group.end_ns
+    for place, (entry, _) in enumerate(news):
+        if why := flaw(entry, end_ns, group.num_chips):
+            return news[:place], why
+        if isinstance(entry, Step) and entry.fit and (entry.fit, entry.bucket) not in fits:
+            return news[:place], f"nobody knows its fit {entry.fit}"
+        end_ns = entry.end_ns
+    return news, ""
+
+
+async def _note_broken(session: AsyncSession, group_id: str, number: int, why: str) -> None:
+    logger.error("chip-time of %s is broken at entry %d: %s", group_id, number, why)
+    await session.execute(
+        update(ChipGroup)
+        .where(ChipGroup.group_id == group_id)
+        .values(broken_at=number, broken_why=why)
+        .execution_options(synchronize_session=False)
+    )
 
 
 def _new_group(group_id: str, opened: Opened) -> ChipGroup:
@@ -220,12 +302,12 @@ async def _read_open(session: AsyncSession, group_id: str) -> dict[str, Open]:
 async def _move_on(
     session: AsyncSession,
     group: ChipGroup,
-    news: Sequence[tuple[AnyEntry, bytes]],
     posting: Posting,
+    head: bytes,
     *,
     is_lost: bool,
 ) -> None:
-    last = news[-1][0]
+    last = posting.raw[-1].entry
     ended = "fault" if is_lost else "released" if isinstance(last, Released) else ""
     counted = {
         name: ChipGroup.__table__.c[name] + amount for name, amount in posting.counters.items()
@@ -240,7 +322,7 @@ async def _move_on(
             next_number=last.number + 1,
             end_ns=last.end_ns,
             seen_unix_ns=max(group.seen_unix_ns, group.granted_unix_ns + last.end_ns),
-            head=chain(group.head, [payload for _, payload in news])[-1],
+            head=head,
             next_step=posting.next_step,
             ended=ended,
             **counted,
@@ -252,18 +334,13 @@ async def _move_on(
 
 
 async def _write_log(
-    session: AsyncSession,
-    group: ChipGroup,
-    news: Sequence[tuple[AnyEntry, bytes]],
-    posting: Posting,
+    session: AsyncSession, group_id: str, news: Pairs, posting: Posting, hashes: list[bytes]
 ) -> None:
-    payloads = [payload for _, payload in news]
-    hashes = chain(group.head, payloads)
     await session.execute(
         insert(ChipEntry),
         [
             {
-                "group_id": group.group_id,
+                "group_id": group_id,
                 "number": raw.entry.number,
                 "kind": raw.kind,
                 "begin_ns": raw.entry.begin_ns,
@@ -273,7 +350,7 @@ async def _write_log(
                 "payload": payload,
                 "hash": head,
             }
-            for raw, payload, head in zip(posting.raw, payloads, hashes, strict=True)
+            for raw, (_, payload), head in zip(posting.raw, news, hashes, strict=True)
         ],
     )
 

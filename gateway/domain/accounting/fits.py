@@ -14,7 +14,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from msgspec.structs import astuple
+from msgspec.structs import asdict, astuple
 from sqlalchemy import insert, select
 from sqlalchemy.ext.asyncio import AsyncSession
 
@@ -82,6 +82,32 @@ async def refit(database: Database, model: str, sku: str) -> Fits | None:
     async with database.session() as session:
         await session.execute(insert(Fit), rows)
     return fits
+
+
+async def adopt(session: AsyncSession, fits: Fits, model: str, sku: str) -> None:
+    """Store what workers share steps by and SQL does not know. How far off it is, nobody can tell: all of it."""
+    query = select(Fit.bucket).where(Fit.fit_id == fits.id)
+    known = set(await session.scalars(query))
+    now_ns = time.time_ns()
+    rows = [
+        {
+            "fit_id": fits.id,
+            "bucket": bucket,
+            "model": model,
+            "sku": sku,
+            **asdict(coefficients),
+            "residual_ppm": _PPM,
+            "proportional_ppm": _PPM,
+            "num_steps": 0,
+            "first_unix_ns": now_ns,
+            "last_unix_ns": now_ns,
+            "fitted_unix_ns": now_ns,
+        }
+        for bucket, coefficients in fits.buckets.items()
+        if bucket not in known
+    ]
+    if rows:
+        await session.execute(insert(Fit), rows)
 
 
 async def newest_fits(database: Database) -> dict[str, Fits]:

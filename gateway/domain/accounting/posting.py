@@ -45,10 +45,6 @@ Fits = Mapping[tuple[str, str], KnownFit]
 """By fit and bucket."""
 
 
-class UnknownFitError(Exception):
-    """A step was shared by a fit that is not at hand."""
-
-
 @dataclass
 class Open:
     """A request in its group's hour; the fields are those of `tables.OpenCharge`."""
@@ -159,7 +155,7 @@ class Posting:
     """To be added to the group's."""
 
     def post(self, entries: Iterable[AnyEntry]) -> None:
-        """In order. Raises `UnknownFitError`; nothing of the posting is then to be used."""
+        """In order; each is sound (`soundness`), and its fit is at hand."""
         for entry in entries:
             self._post(entry)
 
@@ -221,10 +217,10 @@ class Posting:
             return
         period["step_ns"] += length
         period["num_steps"] += 1
-        computed = num_tokens + step.num_padded
+        computed = max(1, num_tokens + step.num_padded)
         period["padding_ns"] += length * step.num_padded // computed
         period["rejected_ns"] += length * step.num_rejected // computed
-        fit = self._fit(step)
+        fit = self.fits[step.fit, step.bucket] if step.fit else None
         if fit is not None:
             period["fitted_ns"] += length
             period["residual_ns"] += length * fit.residual_ppm // 1_000_000
@@ -284,14 +280,6 @@ class Posting:
 
     def _close(self, one: Open, status: str) -> None:
         self.lines.append(Line(one, status))
-
-    def _fit(self, step: Step) -> KnownFit | None:
-        if not step.fit:
-            return None
-        fit = self.fits.get((step.fit, step.bucket))
-        if fit is None:
-            raise UnknownFitError(f"the fit {step.fit} of bucket {step.bucket} is not known")
-        return fit
 
 
 def _decode(member: Member, share: int, amounts: Amounts, period: Amounts) -> None:
