@@ -42,7 +42,7 @@ def print_report(made: "Report") -> None:
         click.echo("\nno dollars: some of this chip-time has no price (tpugate prices add)")
     if made.num_open_hours:
         click.echo(
-            f"\n{made.num_open_hours} hours are still open: their idle time and overhead come at their end"
+            f"\nhours still open: {made.num_open_hours}; their idle time and overhead come at their end"
         )
 
 

@@ -42,6 +42,7 @@ from gateway.settings import GatewaySettings
 from tests.conftest import OwnValkey
 from tests.fakes.chip_time import SECOND, Life, random_life
 from tests.fakes.gateway import GatewayUnderTest, assert_error
+from tests.fakes.wire import wait_until
 from workers.chip_time import Member, Spent, encode
 from workers.protocol import FinishReason
 
@@ -336,6 +337,7 @@ def test_a_request_that_is_unknown_or_let_go_of_is_told_so(ledger: Ledger, tmp_p
     assert found.ledger["prefill_ns"] > 0
     told = CliRunner().invoke(main, ["cost", "explain", OWN, "--data-dir", str(kept.folder)])
     assert "not in the log any more" in told.output
+    assert "cannot be compared" in told.output
 
 
 # Audits
@@ -452,7 +454,7 @@ def test_the_command_tells_the_same_in_words_json_and_csv(ledger: Ledger, tmp_pa
     told = CliRunner().invoke(main, [*asked, "--by", "model,day", "--waste", "--what-if", "usd=1"])
     assert told.exit_code == 0, told.output
     assert "not measured" in told.output
-    assert "1 hours are still open" in told.output
+    assert "hours still open: 1;" in told.output
     document = json.loads(CliRunner().invoke(main, [*asked, "--json"]).output)
     rows = list(csv.DictReader(io.StringIO(CliRunner().invoke(main, [*asked, "--csv"]).output)))
     assert [int(row["loaded_ns"]) for row in rows] == [x["loaded_ns"] for x in document["lines"]]
@@ -477,7 +479,7 @@ def gateway(
 ) -> Iterator[GatewayUnderTest]:
     """With the ledger in its data folder, and nothing to book."""
     data = ledger.copied(tmp_path_factory.mktemp("served") / "data")
-    served = GatewayUnderTest(valkey_server.url, data.folder, accountant="off")
+    served = GatewayUnderTest(valkey_server.url, data.folder, accountant="off", price_region="any")
     served.wait_for_listening()
     yield served
     served.kill()
@@ -554,6 +556,23 @@ def test_focus_has_its_columns_and_the_ledgers_dollars(gateway: GatewayUnderTest
 )  # fmt: skip
 def test_a_mistake_in_the_query_is_named(gateway: GatewayUnderTest, query: str, param: str):
     assert_error(gateway.client.get(f"/admin/api/costs?{query}"), 400, param=param)
+
+
+def test_metrics_tell_each_running_group_by_opencosts_names(gateway: GatewayUnderTest):
+    wait_until(lambda: gateway.metric("node_gpu_count") > 0, "the ledger's sums are told")
+    text = gateway.client.get("/metrics").text
+    node = 'instance="late",instance_type="v6e",model_name="night",node="late",region=""'
+    # The settings say on demand here, whatever the ledger was written with.
+    for line in (
+        f"node_gpu_hourly_cost{{{node}}} 2.7",
+        f"node_total_hourly_cost{{{node}}} 5.4",
+        f"node_gpu_count{{{node}}} 2.0",
+        f"kubecost_node_is_spot{{{node}}} 0.0",
+    ):
+        assert line in text
+    assert 'tpugate_chip_seconds_total{model_name="quiet",spent="idle"} 160.0' in text
+    assert 'tpugate_cost_usd_total{model_name="night"}' in text
+    assert 'tpugate_cost_usd_total{model_name="quiet"}' not in text
 
 
 def test_costs_are_for_admins_and_documented(gateway: GatewayUnderTest):

@@ -13,12 +13,13 @@ from prometheus_client.registry import Collector
 from sqlalchemy import func, select
 
 from gateway.db.engine import Database
-from gateway.domain.accounting.prices import NANOS_PER_HOUR, NoPrice, Price, Pricing
+from gateway.domain.accounting.prices import NANOS_PER_HOUR, NoPrice, Price, Pricing, Term
 from gateway.domain.accounting.reading import read_price_rows
 from gateway.domain.accounting.tables import DAY_S, ChipGroup, Period, Rollup
 from workers.chip_time import Spent
 
-_NODE = ["node", "instance", "region", "sku", "model_name"]
+_NODE = ["instance", "node", "instance_type", "region", "model_name"]
+"""OpenCost's, and the model; an instance's type is its sku."""
 
 
 @dataclass(frozen=True)
@@ -96,15 +97,19 @@ class CostCollector(Collector):
         whole = GaugeMetricFamily(
             "node_total_hourly_cost", "US$ an hour of a group's chips", labels=_NODE
         )
+        spot = GaugeMetricFamily(
+            "kubecost_node_is_spot", "Whether the chips can be taken away", labels=_NODE
+        )
         count = GaugeMetricFamily("node_gpu_count", "Chips of a running group", labels=_NODE)
         for node in totals.nodes:
-            labels = [node.worker_id, node.worker_id, node.region, node.sku, node.model]
+            labels = [node.worker_id, node.worker_id, node.sku, node.region, node.model]
             count.add_metric(labels, node.num_chips)
             if node.price is not None:
                 usd = node.price.usd_per_chip_hour
                 each.add_metric(labels, float(usd))
                 whole.add_metric(labels, float(usd * node.num_chips))
-        yield from (each, whole, count)
+                spot.add_metric(labels, node.price.term is Term.SPOT)
+        yield from (each, whole, count, spot)
         spent = CounterMetricFamily(
             "tpugate_chip_seconds", "Chip-time in the ledger", labels=["model_name", "spent"]
         )
