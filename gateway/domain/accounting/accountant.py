@@ -262,7 +262,7 @@ class Accountant:
                 found = await self._look_up(group_id)
                 number, waiting.is_over = found.next_number, found.is_over
             waiting.move_to(number)
-        if waiting.is_over and waiting.messages:
+        if waiting.is_over and waiting.has_news:
             # It was taken for lost and lives, it is broken, or it has no beginning.
             if group_id not in self._dropped:
                 logger.error("chip-time of %s is dropped: its line has ended", group_id)

@@ -39,6 +39,11 @@ class Waiting:
             self.heads.pop(at, None)
         self.next_number = number
 
+    @property
+    def has_news(self) -> bool:
+        """Whether any of it is not in SQL: a repeat of what is brings none."""
+        return any(last >= self.next_number for last in self.messages.values())
+
     def drop_all(self) -> None:
         self.entries.clear()
         self.heads.clear()
