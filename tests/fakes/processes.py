@@ -1,7 +1,6 @@
 """Real child processes for tests: started, watched, never left behind."""
 
 import contextlib
-import ctypes
 import os
 import signal
 import subprocess
@@ -12,13 +11,9 @@ from types import TracebackType
 SERVE = ("-P", "-m", "cli.main", "serve")
 """Arguments of Python."""
 STOP_S = 30.0
-PR_SET_PDEATHSIG = 1
-_libc = ctypes.CDLL(None)
-
-
-def _die_with_parent() -> None:
-    """In the child: a test run that is killed leaves nothing behind either."""
-    _libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+_DIE_WITH_PARENT = ("setpriv", "--pdeathsig", "KILL", "--")
+"""A test run that is killed leaves nothing behind either. It becomes the command. Not by `preexec_fn`: Python
+between fork and exec hangs for ever if it collects what a thread of the test's has locked."""
 
 
 class ProcessUnderTest:
@@ -30,13 +25,12 @@ class ProcessUnderTest:
         self.output_path = output
         with output.open("ab") as sink:
             self._process = subprocess.Popen(
-                [sys.executable, *arguments],
+                [*_DIE_WITH_PARENT, sys.executable, *arguments],
                 env=environment,
                 stdin=subprocess.DEVNULL,
                 stdout=sink,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
-                preexec_fn=_die_with_parent,
             )
 
     def __enter__(self) -> "ProcessUnderTest":
