@@ -3,10 +3,11 @@
     I1  tiling       a group's entries follow each other without a gap, and their classes add up to chips × time
     I2  shares       what requests are charged with adds up to the steps' time
     I3  money        loaded dollars = price × M for each model, closed hour and price, as exact fractions;
-                     and what reports read (rollups) is the sum of the ledger's lines
+                     and what reports read (rollups) is the sum of the ledger's lines, key by key
     I4  tokens       the ledger's tokens are the engine's counters
     I5  sign         nothing is negative; no step without a participant
-    I6  provenance   the log's hash chain holds, and working the log out again gives the ledger's lines
+    I6  provenance   the log's hash chain holds, and working the log out again gives the ledger's lines: whose they
+                     are, how they ended and what they were spent
 
 Sums of lines and periods are checked from the first one; what needs the raw log, as far back as retention has
 kept it. Running groups and open hours are checked up to the last entry that is in SQL.
@@ -22,11 +23,10 @@ from sqlalchemy.orm import InstrumentedAttribute
 
 from gateway.db.engine import Database
 from gateway.domain.accounting.audit_log import audit_log
+from gateway.domain.accounting.audit_rollups import check_rollups
 from gateway.domain.accounting.findings import Check, Scope
 from gateway.domain.accounting.reading import read_fits, read_price_rows, snapshot, sum_of
 from gateway.domain.accounting.tables import (
-    DAY_S,
-    HOUR_S,
     Charge,
     ChipGroup,
     Closing,
@@ -38,19 +38,6 @@ from workers.chip_time import Spent
 
 _NANOS_PER_HOUR = 3600 * 10**9
 Amount = ColumnElement[int] | InstrumentedAttribute[int]
-_SUMMED = (
-    "prefill_ns",
-    "decode_ns",
-    "fitted_ns",
-    "loaded_ns",
-    "loaded_prefill_ns",
-    "loaded_decode_ns",
-    "uncached_tokens",
-    "cached_tokens",
-    "output_tokens",
-    "delivered_tokens",
-)
-"""Columns of charges and rollups alike."""
 
 
 @dataclass
@@ -90,7 +77,8 @@ async def audit(database: Database) -> Audit:
         await _check_periods(session, checks["I1"])
         await _check_shares(session, checks["I2"])
         await _check_money(session, checks["I3"])
-        await _check_rollups(session, checks["I3"])
+        await _check_closings(session, checks["I3"])
+        await check_rollups(session, checks["I3"])
         await _check_tokens(session, checks["I4"])
         await _check_signs(session, checks["I5"])
         await audit_log(session, await read_fits(session), checks, scope)
@@ -116,6 +104,9 @@ async def _check_periods(session: AsyncSession, check: Check) -> None:
     for group in await session.scalars(select(ChipGroup)):
         whole = measured.pop(group.group_id, 0)
         check.equal(whole, group.num_chips * group.end_ns, f"periods of group {group.group_id}")
+    strays = select(Period.group_id).join(ChipGroup, ChipGroup.group_id == Period.group_id)
+    for group_id in await session.scalars(strays.where(ChipGroup.model != Period.model)):
+        check.fail(f"periods of group {group_id} are another model's")
     for group_id, whole in measured.items():
         check.equal(whole, 0, f"periods of group {group_id}, which is unknown")
 
@@ -159,33 +150,16 @@ async def _check_money(session: AsyncSession, check: Check) -> None:
             check.fail(f"{where}: its closings do not spread all that no step took")
 
 
-async def _check_rollups(session: AsyncSession, check: Check) -> None:
-    """By model, hour and price; and days as sums of hours."""
-    charged = await _sums(session, Charge, Charge.hour)
-    hours = await _sums(session, Rollup, Rollup.start, Rollup.grain_s == HOUR_S)
-    days = await _sums(session, Rollup, Rollup.start, Rollup.grain_s == DAY_S)
-    of_days: dict[tuple[Any, ...], list[int]] = {}
-    for (model, start, price_id), amounts in hours.items():
-        day = of_days.setdefault((model, start // DAY_S * DAY_S, price_id), [0] * len(amounts))
-        day[:] = [a + b for a, b in zip(day, amounts, strict=True)]
-    for name, one, other in (("hour", hours, charged), ("day", days, of_days)):
-        for key in one.keys() | other.keys():
-            check.checked += 1
-            left, right = one.get(key), other.get(key)
-            if left != right:
-                check.fail(f"rollups of {key[0]} by {name} {key[1]} are not the sum of its lines")
-
-
-async def _sums(
-    session: AsyncSession,
-    table: type[Charge] | type[Rollup],
-    start: InstrumentedAttribute[int],
-    *where: ColumnElement[bool],
-) -> dict[tuple[Any, ...], list[int]]:
-    keys = (table.model, start, table.price_id)
-    columns = [func.sum(getattr(table, name)) for name in _SUMMED]
-    rows = await session.execute(select(*keys, *columns).where(*where).group_by(*keys))
-    return {(row[0], row[1], row[2]): [int(amount) for amount in row[3:]] for row in rows}
+async def _check_closings(session: AsyncSession, check: Check) -> None:
+    """What a closing has spread is what its corrections add up to."""
+    query = select(Charge.closing_id, func.sum(Charge.loaded_ns)).group_by(Charge.closing_id)
+    corrected = {row[0]: int(row[1]) for row in await session.execute(query) if row[0] is not None}
+    for closing in await session.scalars(select(Closing)):
+        check.checked += 1
+        if corrected.pop(closing.id, 0) != closing.spread_ns:
+            check.fail(f"corrections of closing {closing.id} do not add up to what it has spread")
+    if corrected:
+        check.fail(f"corrections of closings that are unknown: {sorted(corrected)[:5]}")
 
 
 async def _check_tokens(session: AsyncSession, check: Check) -> None:

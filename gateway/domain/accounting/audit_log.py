@@ -7,6 +7,7 @@ import msgspec
 from sqlalchemy import func, select
 from sqlalchemy.ext.asyncio import AsyncSession
 
+from gateway.domain.accounting.audit_owners import Owners
 from gateway.domain.accounting.findings import Check, Scope
 from gateway.domain.accounting.recompute import (
     Fits,
@@ -20,6 +21,7 @@ from workers.chip_time import (
     AnyEntry,
     Opened,
     Released,
+    Span,
     Spent,
     Step,
     decode_entry,
@@ -29,6 +31,17 @@ from workers.chip_time import (
 
 _PAGE = 2000
 """Entries held at a time."""
+
+_GRANTED = (
+    "model",
+    "worker_id",
+    "engine",
+    "sku",
+    "num_chips",
+    "region",
+    "granted_unix_ns",
+)
+"""What a group's row has of its `Opened`."""
 
 
 @dataclass
@@ -83,6 +96,8 @@ class _Walk:
         self._head = group.checkpoint or first_hash(group.group_id)
         self._end_ns: int | None = 0 if group.first_kept == 0 else None
         self._hour: _Hour | None = None
+        self._owners = Owners(group.group_id, is_whole=group.first_kept == 0)
+        self._last: AnyEntry | None = None
         self._first_hour: int | None = None
         self._has_broken = False
 
@@ -115,7 +130,9 @@ class _Walk:
                 await self._close(self._hour)
             self._hour = _Hour(hour)
             self._first_hour = hour if self._first_hour is None else self._first_hour
+        self._last = entry
         if entry is not None:
+            self._owners.take(entry, row.price_id)
             self._book(self._hour, row.price_id, entry)
 
     def _follow(self, row: ChipEntry) -> None:
@@ -144,11 +161,16 @@ class _Walk:
         except (msgspec.DecodeError, msgspec.ValidationError):
             check.fail(f"entry {row.number} {self._name} cannot be read")
             return None
-        said = (entry.number, entry.begin_ns, entry.end_ns)
+        said = (entry.number, entry.begin_ns, entry.end_ns, _kind(entry))
         calendar = self._group.granted_unix_ns + entry.end_ns
-        if said != (row.number, row.begin_ns, row.end_ns) or calendar != row.unix_end_ns:
-            check.fail(f"entry {row.number} {self._name} is filed under another number or time")
-        if isinstance(entry, Opened) and entry.num_chips != self._group.num_chips:
+        filed = (row.number, row.begin_ns, row.end_ns, row.kind)
+        if said != filed or calendar != row.unix_end_ns:
+            check.fail(
+                f"entry {row.number} {self._name} is filed under another number, time or kind"
+            )
+        if isinstance(entry, Opened) and any(
+            getattr(entry, name) != getattr(self._group, name) for name in _GRANTED
+        ):
             check.fail(
                 f"the group {self._group.group_id} was granted other chips than its row says"
             )
@@ -202,9 +224,11 @@ class _Walk:
         measured = sum(row.measured_ns for row in rows.values())
         if is_pruned and sum(hour.measured.values()) < measured:
             self._scope.num_pruned_hours += 1
+            self._owners.forget()
             return
         self._compare_classes(hour, rows)
         await self._compare_charges(hour)
+        await self._owners.close(self._session, hour.hour, self._checks["I6"])
 
     def _compare_classes(self, hour: _Hour, rows: dict[str, Period]) -> None:
         for price_id in rows.keys() | hour.measured.keys():
@@ -256,7 +280,14 @@ class _Walk:
             )
         if self._head != group.head and not self._has_broken:
             self._checks["I6"].fail(f"the hash chain {self._name} does not end in its head")
+        if bool(group.ended) != isinstance(self._last, Released) and self._last is not None:
+            self._checks["I1"].fail(f"the line {self._name} has no end, or its row does not say so")
         if group.broken_at is not None:
             self._checks["I6"].fail(
                 f"entry {group.broken_at} {self._name} came broken: {group.broken_why}"
             )
+
+
+def _kind(entry: AnyEntry) -> str:
+    """What `ChipEntry.kind` should be."""
+    return entry.spent.value if isinstance(entry, Span) else type(entry).__name__.lower()
