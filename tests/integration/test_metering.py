@@ -14,6 +14,7 @@ from workers.attribution import shares
 from workers.chip_time import (
     CHIP_TIME_STREAM,
     AnyEntry,
+    Batch,
     Coefficients,
     Fits,
     Opened,
@@ -136,6 +137,27 @@ def test_what_a_restart_of_redis_forgot_is_sent_again_unless_it_is_committed(
     again = wait_until(
         lambda: (seen := told(after.redis)) and seen[0].number == 1 and seen, "it is sent again"
     )
+    assert [entry.number for entry in again] == list(range(1, 1 + len(again)))
+    assert again[: len(before) - 1] == before[1:]
+
+
+def test_what_redis_forgot_unnoticed_is_sent_again_when_the_worker_stops(
+    peer: GatewayPeer, start_worker: Start
+):
+    """No write fails, and others have written meanwhile: the stream is not empty."""
+    worker = start_worker("a")
+    peer.text(peer.enqueue([b"x"]))
+    before = wait_for(peer.redis, Step)
+    peer.redis.set(committed_key("a"), 1)
+    # Two looks of the writer, so that it has seen what is committed.
+    wait_until(lambda: [e for e in told(peer.redis) if e.number > len(before)], "idle time is told")
+    with peer.redis.pipeline(transaction=True) as pipe:
+        pipe.delete(CHIP_TIME_STREAM, committed_key("a"))
+        pipe.xadd(CHIP_TIME_STREAM, {PAYLOAD_FIELD: encode(Batch("other", 0, [], b""))})
+        pipe.execute()
+    worker.send(signal.SIGTERM)
+    assert worker.wait() == 0
+    again = wait_for(peer.redis, Released)
     assert [entry.number for entry in again] == list(range(1, 1 + len(again)))
     assert again[: len(before) - 1] == before[1:]
 
