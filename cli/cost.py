@@ -2,14 +2,13 @@
 
 import json
 import time
-from decimal import Decimal
 from typing import TYPE_CHECKING, Any
 
 import click
 
+from cli.comparison_tables import print_beside
 from cli.cost_tables import (
     print_audit,
-    print_beside,
     print_explanation,
     print_report,
     print_waste,
@@ -25,7 +24,6 @@ if TYPE_CHECKING:
 
 UNSOUND = 1
 """Exit code of an audit that has found a fault, and of an explanation that log and ledger differ in."""
-_NANOS = 10**9
 
 
 @click.group()
@@ -47,6 +45,9 @@ def cost() -> None:
 @click.option("--waste", "with_waste", is_flag=True, help="What was spent on nobody, as money.")
 @click.option(
     "--beside", metavar="CHIPS", help="Other chips: v6e,h100 … or `default`; with sources."
+)
+@click.option(
+    "--dtype", default="bfloat16", show_default=True, help="Of our weights, for --beside."
 )
 @click.option("--csv", "as_csv", is_flag=True, help="Print CSV.")
 @database_options
@@ -70,7 +71,9 @@ def report(
         if asked is not None:
             found["what_if"] = await reprice(database, found["report"], asked, time.time_ns())
         if flags["beside"]:
-            found["beside"] = await _compared(database, found["report"], flags["beside"])
+            found["beside"] = await _compared(
+                database, found["report"], flags["beside"], flags["dtype"]
+            )
         if flags["with_waste"]:
             found["waste"] = await waste(database, window)
         return found
@@ -92,42 +95,29 @@ def report(
 
 
 async def _compared(
-    database: "Database", made: "Report", text: str
+    database: "Database", made: "Report", text: str, dtype: str
 ) -> "list[tuple[Load, list[Beside]]]":
     """Each model of the report beside other chips."""
     from gateway.domain.accounting.baseline_store import read_baselines
-    from gateway.domain.accounting.comparison import DEFAULT_SKUS, Load, compare, prices_beside
+    from gateway.domain.accounting.comparison import DEFAULT_SKUS, compare, prices_beside
+    from gateway.domain.accounting.loads import read_loads
     from gateway.domain.accounting.price_store import read_book
-    from gateway.domain.accounting.report import By
-    from gateway.domain.accounting.report import report as make_report
     from gateway.errors import BadRequestError
 
     async with database.session() as session:
         valid = (await read_book(session)).valid_at(time.time_ns())
-    skus = DEFAULT_SKUS if text == "default" else tuple(text.split(","))
+    skus = DEFAULT_SKUS if text == "default" else tuple(dict.fromkeys(text.split(",")))
     prices = prices_beside(valid, skus)
-    if not prices:
+    without = sorted(set(skus) - {price.sku for price in prices})
+    if without and (text != "default" or not prices):
         raise BadRequestError(
-            "Invalid 'beside': the price book has no on-demand price of these chips "
-            "(tpugate prices import --builtin).",
+            f"Invalid 'beside': the price book has no on-demand price of {', '.join(without)[:100]} that is valid "
+            "now (tpugate prices import --builtin, tpugate prices add).",
             param="beside",
         )
     baselines = await read_baselines(database)
-    by_model = await make_report(database, made.window, (By.MODEL,))
-    found = []
-    for line in by_model.lines:
-        load = Load(
-            model=line.keys["model"],
-            dtype="bf16",
-            requests=line.amounts["num_requests"],
-            input_tokens=line.input_tokens,
-            output_tokens=line.amounts["delivered_tokens"],
-            seconds=Decimal(line.amounts["loaded_ns"]) / _NANOS,
-            loaded_usd=line.loaded_usd,
-        )
-        if load.requests:
-            found.append((load, compare(load, baselines, prices)))
-    return found
+    loads = await read_loads(database, made.window, dtype)
+    return [(load, compare(load, baselines, prices)) for load in loads]
 
 
 @cost.command()

@@ -5,11 +5,10 @@ from typing import TYPE_CHECKING
 
 import click
 
-from gateway.domain.accounting.documents import day, million
+from gateway.domain.accounting.documents import day
 
 if TYPE_CHECKING:
     from gateway.domain.accounting.audit import Audit
-    from gateway.domain.accounting.comparison import Beside, Load
     from gateway.domain.accounting.explain import Explanation
     from gateway.domain.accounting.report import Line, Report
     from gateway.domain.accounting.waste import WasteLine
@@ -70,46 +69,6 @@ def print_what_if(answer: "Answer") -> None:
     )
     if answer.price is not None:
         click.echo(f"  price: {answer.price.source} ({answer.price.retrieved_at})")
-
-
-def print_beside(found: "list[tuple[Load, list[Beside]]]") -> None:
-    for load, those in found:
-        click.echo(
-            f"\n{load.model}: US$ {_usd(million(load.usd_per_token))} per million output tokens, prompts and idle "
-            f"time included; on average {load.isl:.0f} tokens in, {load.osl:.0f} out"
-        )
-        for one in those:
-            _print_one_beside(one)
-
-
-def _print_one_beside(one: "Beside") -> None:
-    price = one.price
-    click.echo(
-        f"  {price.sku} at US$ {price.usd_per_chip_hour} an hour ({price.region}; {price.source_line})"
-    )
-    if one.break_even_tokens_per_s is not None:
-        click.echo(
-            f"    as cheap if a chip gives {one.break_even_tokens_per_s:.0f} output tokens/s of this load"
-        )
-    if one.is_matched:
-        click.echo(
-            f"    saturated floor US$ {_usd(one.floor_usd_per_million)}, load-matched US$ "
-            f"{_usd(one.matched_usd_per_million)} per million output tokens"
-        )
-    if one.break_even_price is not None and one.break_even_utilisation is not None:
-        click.echo(
-            f"    break-even price US$ {_usd(one.break_even_price[0])} to {_usd(one.break_even_price[1])}, "
-            f"break-even utilisation {_percent(one.break_even_utilisation[0])} to "
-            f"{_percent(one.break_even_utilisation[1])}"
-        )
-    if one.percent is not None:
-        click.echo(f"    {one.percent:+.0f} % over its saturated floor")
-    for row in one.baselines:
-        said = "" if one.is_matched else "not matched, for context: "
-        click.echo(
-            f"    {said}{row.model} {row.dtype} {row.shape} gives {row.output_tokens_per_s_chip} output "
-            f"tokens/s a chip on {row.engine}; {row.source_line}"
-        )
 
 
 def print_waste(lines: "list[WasteLine]") -> None:

@@ -39,6 +39,12 @@ def document(found: dict[str, Any]) -> dict[str, Any]:
         made_of["beside"] = [
             {
                 "model": load.model,
+                "dtype": load.dtype,
+                "chip_ns": load.chip_ns,
+                "loaded_usd": exact(load.loaded_usd),
+                "output_tokens_per_s": exact(load.demand),
+                "mean_input_tokens": exact(load.isl),
+                "mean_output_tokens": exact(load.osl),
                 "usd_per_million_output": exact(million(load.usd_per_token)),
                 "chips": [_beside(one) for one in those],
             }
@@ -82,11 +88,15 @@ def _beside(one: "Beside") -> dict[str, Any]:
         "usd_per_chip_hour": exact(one.price.usd_per_chip_hour),
         "price_source": one.price.source_line,
         "is_matched": one.is_matched,
+        "missing": [reason.value for reason in one.missing],
+        "same_chip_time_usd": exact(one.same_time_usd),
+        "is_latency_bound": one.is_latency_bound if one.is_matched else None,
         "saturated_floor_usd_per_million": exact(one.floor_usd_per_million),
         "load_matched_usd_per_million": exact(one.matched_usd_per_million),
         "break_even_tokens_per_s_chip": exact(one.break_even_tokens_per_s),
         "break_even_usd_per_chip_hour": _range(one.break_even_price),
         "break_even_utilisation": _range(one.break_even_utilisation),
+        "own_break_even_usd_per_chip_hour": _range(one.own_break_even_price),
         "percent": exact(one.percent),
         "baselines": [
             {
