@@ -30,6 +30,7 @@ from gateway.db.engine import Database
 from gateway.dispatch import Dispatcher
 from gateway.domain.accounting.controllers import CostController
 from gateway.domain.accounting.live import LiveCosts
+from gateway.domain.accounting.metrics import CostCollector
 from gateway.domain.accounting.rates import read_rates
 from gateway.domain.accounting.service import Accounting
 from gateway.domain.accounts.controllers import KeyController
@@ -83,7 +84,7 @@ def create_app(settings: GatewaySettings) -> Litestar:
     metrics = Metrics(dispatcher)
     costs = LiveCosts(partial(read_rates, database, settings), settings.cost_refresh_s)
     accounting = Accounting(settings, database, dispatcher.gateway_id)
-    metrics.add(accounting.collector)
+    metrics.add(CostCollector(lambda: costs.rates.totals))
     completions = CompletionService(settings, dispatcher, metrics, costs)
     tokenization = TokenizationService(settings, dispatcher)
     messages = MessageService(settings, dispatcher, completions)

@@ -37,7 +37,7 @@ MAX_ENTRIES = 500
 """Of one batch, so that an outage's backlog does not become one huge record."""
 MAX_KEPT_BYTES = 64 * 1024 * 1024
 STREAM_MAX_LEN = 200_000
-"""Batches kept if no accountant reads them (approximate): most of a day of one busy worker."""
+"""Batches kept if no accountant reads them (approximate): some hours of one busy worker."""
 LOOK_S = 2.0
 """How often `committed_key` and the fits are read."""
 FIRST_RESEND_S, LAST_RESEND_S = 15.0, 300.0

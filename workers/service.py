@@ -23,7 +23,7 @@ import msgspec
 from workers.chip_time import Opened
 from workers.chip_time_writer import ChipTimeWriter
 from workers.claims import Claim, Claims
-from workers.config import WorkerConfig, sentence
+from workers.config import Chips, WorkerConfig, sentence
 from workers.consumer import RequestQueue
 from workers.engine.interface import EngineFactory, LoadedEngine
 from workers.engine_thread import ENGINE_FAILED, EngineThread
@@ -60,7 +60,8 @@ async def run_worker(config: WorkerConfig, factory: EngineFactory) -> int:
 class Service:
     def __init__(self, config: WorkerConfig, factory: EngineFactory) -> None:
         self._config = config
-        self._meter = meter = Meter(config.chips, partial(_opened, config))
+        chips = config.chips
+        self._meter = meter = Meter(chips, partial(_opened, config, chips))
         self._redis = connect(config.redis_url)
         self._queue = RequestQueue(self._redis, config.served_name, config.worker_id)
         self._publisher = Publisher(self._redis, self._queue.stream, config.worker_id)
@@ -298,7 +299,7 @@ class Service:
         self._loaded.set()
 
 
-def _opened(config: WorkerConfig, granted_unix_ns: int) -> Opened:
+def _opened(config: WorkerConfig, chips: Chips, granted_unix_ns: int) -> Opened:
     return Opened(
         number=0,
         begin_ns=0,
@@ -306,9 +307,9 @@ def _opened(config: WorkerConfig, granted_unix_ns: int) -> Opened:
         model=config.served_name,
         worker_id=config.worker_id,
         engine="scripted" if config.engine == "fake" else "model",
-        sku=config.chips.sku,
-        num_chips=config.chips.num,
-        region=config.chips.region,
+        sku=chips.sku,
+        num_chips=chips.num,
+        region=chips.region,
         granted_unix_ns=granted_unix_ns,
     )
 

@@ -58,7 +58,7 @@ class Database:
         except (DBAPIError, OSError) as error:
             logger.warning("the database %s cannot be used: %s", self._name, _reason(error))
             raise UnavailableError(
-                "The database of API keys cannot be used at the moment; the server's log says why."
+                "The database cannot be used at the moment; the server's log says why."
             ) from error
 
     async def close(self) -> None:

@@ -46,7 +46,8 @@ async def test_all_that_is_read_adds_up_on_both_databases(
     half = await reprice(database, made, parse("usd=1.35"), HOUR_UNIX_NS)
     assert half.total.ratio == Decimal("0.5")
     wasted = await waste(database, WINDOW)
-    totals = await read_totals(database, PRICING, HOUR_UNIX_NS)
+    async with database.session() as session:
+        totals = await read_totals(session, PRICING, HOUR_UNIX_NS)
     idle = sum(line.chip_ns for line in wasted if line.kind == "idle")
     assert idle == totals.spent_ns["m", "idle"] > 0
     assert totals.usd == {"m": PRICE.dollars(measured)}

@@ -27,7 +27,7 @@ from gateway.domain.accounting.closing import close_hours
 from gateway.domain.accounting.fits import newest_fits, refit
 from gateway.domain.accounting.prices import Pricing
 from gateway.domain.accounting.retention import prune
-from gateway.domain.accounting.tables import BadBatch, ChipGroup
+from gateway.domain.accounting.tables import DAY_S, BadBatch, ChipGroup
 from gateway.domain.accounting.waiting import Waiting, decoded
 from gateway.errors import GatewayError
 from workers.channel import Channel, checked, entries_of
@@ -52,7 +52,7 @@ _MAX_EARLY = 200_000
 """Entries of a group that wait for missing ones; more are left in Redis."""
 _UPKEEP_S = 2.0
 _TIDY_S = 600.0
-"""How often costs are fitted and old entries go."""
+"""How often old entries go, and models without a fit of today are fitted."""
 _MISSES_UNTIL_LOST = 4
 """Looks, with Redis well, at which a group's worker has no status, until it is taken for lost."""
 _FIRST_PAUSE_S = 0.2
@@ -96,8 +96,6 @@ class Accountant:
         self._upkeep_s = 0.0
         self._tidied_s = 0.0
         self._pricing: Pricing | None = None
-        self.lag_s: float | None = None
-        """Age of the oldest message in the stream when it was last looked at; None without the lease."""
 
     async def run(self) -> None:
         pause_s = 0.0
@@ -146,10 +144,13 @@ class Accountant:
         async with self._database.session() as session:
             query = select(ChipGroup.model, ChipGroup.sku).where(ChipGroup.ended == "").distinct()
             kinds = [(row[0], row[1]) for row in await session.execute(query)]
+        newest = await newest_fits(self._database)
         for model, sku in kinds:
-            await refit(self._database, model, sku)
-        for model, fits in (await newest_fits(self._database)).items():
-            checked(await self._channel.call(("SET", fits_key(model), encode(fits))))
+            # Fits are kept for ever: one a day follows what changes, and stays few.
+            if model not in newest or newest[model].age_s(time.time()) >= DAY_S:
+                await refit(self._database, model, sku)
+        for model, found in (await newest_fits(self._database)).items():
+            checked(await self._channel.call(("SET", fits_key(model), encode(found.fits))))
 
     # Redis
 
@@ -294,11 +295,14 @@ class Accountant:
         groups.extend((group_id, group_id) for group_id in self._groups.keys() - running)
         if not groups:
             self._missed.clear()
+            self._seen_ns.clear()
             return
         statuses = checked(
             await self._channel.call(*(("EXISTS", worker_key(worker)) for _, worker in groups))
         )
         now_ns = time.time_ns()
+        known = {group_id for group_id, _ in groups}
+        self._seen_ns = {name: seen for name, seen in self._seen_ns.items() if name in known}
         for (group_id, _), is_there in zip(groups, statuses, strict=True):
             if is_there:
                 self._missed.pop(group_id, None)

@@ -1,6 +1,6 @@
 """Baselines: the published ones that come with the package, and those of our own benchmark in SQL."""
 
-from datetime import date
+from dataclasses import fields
 from decimal import Decimal
 from importlib.resources import as_file, files
 
@@ -15,6 +15,9 @@ _KNOWN = {
     "accelerator", "num_chips", "model", "engine", "dtype", "isl", "osl", "concurrency",
     "output_tokens_per_s_chip", "total_tokens_per_s_chip", "grade", "source", "date",
 }  # fmt: skip
+
+_FIELDS = tuple(item.name for item in fields(Baseline))
+"""Columns have the same names."""
 
 
 def published_baselines() -> list[Baseline]:
@@ -53,25 +56,14 @@ def _length(value: object) -> int | None:
 async def read_baselines(database: Database) -> list[Baseline]:
     """Published ones and measured ones. Raises `UnavailableError`."""
     async with database.session() as session:
+        rows = await session.scalars(
+            select(BaselineRow).where(BaselineRow.output_tokens_per_s_chip.is_not(None))
+        )
         measured = [
             Baseline(
-                accelerator=row.accelerator,
-                num_chips=row.num_chips,
-                model=row.model,
-                engine=row.engine,
-                dtype=row.dtype,
-                isl=row.isl,
-                osl=row.osl,
-                concurrency=row.concurrency,
-                output_tokens_per_s_chip=row.output_tokens_per_s_chip,
-                grade=Grade(row.grade),
-                source=row.source,
-                date=row.date,
-                total_tokens_per_s_chip=row.total_tokens_per_s_chip,
-                detail=row.detail,
+                **{**{name: getattr(row, name) for name in _FIELDS}, "grade": Grade(row.grade)}
             )
-            for row in await session.scalars(select(BaselineRow))
-            if row.output_tokens_per_s_chip is not None
+            for row in rows
         ]
     return [*published_baselines(), *measured]
 
@@ -80,26 +72,6 @@ async def save_baseline(database: Database, baseline: Baseline) -> str:
     """Keep a measured one; gives its id. Raises `UnavailableError`."""
     async with database.session() as session:
         if await session.get(BaselineRow, baseline.id) is None:
-            await session.execute(
-                insert(BaselineRow),
-                [
-                    {
-                        "baseline_id": baseline.id,
-                        "accelerator": baseline.accelerator,
-                        "num_chips": baseline.num_chips,
-                        "model": baseline.model,
-                        "engine": baseline.engine,
-                        "dtype": baseline.dtype,
-                        "isl": baseline.isl,
-                        "osl": baseline.osl,
-                        "concurrency": baseline.concurrency,
-                        "output_tokens_per_s_chip": baseline.output_tokens_per_s_chip,
-                        "total_tokens_per_s_chip": baseline.total_tokens_per_s_chip,
-                        "grade": baseline.grade.value,
-                        "source": baseline.source,
-                        "date": baseline.date or date.today().isoformat(),  # noqa: DTZ011  its own day
-                        "detail": dict(baseline.detail),
-                    }
-                ],
-            )
+            own = {name: getattr(baseline, name) for name in _FIELDS}
+            await session.execute(insert(BaselineRow), [{**own, "baseline_id": baseline.id}])
     return baseline.id

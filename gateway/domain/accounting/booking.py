@@ -19,7 +19,7 @@ from sqlalchemy.ext.asyncio import AsyncSession
 
 from gateway.db.engine import Database
 from gateway.domain.accounting.adding import add_up
-from gateway.domain.accounting.fits import adopt
+from gateway.domain.accounting.fits import adopt, coefficients_of
 from gateway.domain.accounting.posting import Fits, KnownFit, Open, Posting
 from gateway.domain.accounting.prices import NoPrice, Pricing
 from gateway.domain.accounting.soundness import flaw
@@ -36,7 +36,6 @@ from gateway.domain.accounting.tables import (
 )
 from workers.chip_time import (
     AnyEntry,
-    Coefficients,
     Opened,
     Released,
     Span,
@@ -131,22 +130,18 @@ class Booking:
     async def _find_fits(self, session: AsyncSession, group: ChipGroup, steps: list[Step]) -> None:
         """Know what the steps were shared by, as far as anybody does."""
         named = {(step.fit, step.bucket) for step in steps if step.fit}
-        if named - self._fits.keys():
-            await self._read_fits(session)
+        if unknown := named - self._fits.keys():
+            await self._read_fits(session, {fit_id for fit_id, _ in unknown})
         if named - self._fits.keys():
             # SQL was made anew, say, under workers that live on.
             fits = await self._ask_workers(group.model)
             if fits is not None:
                 await adopt(session, fits, group.model, group.sku)
-                await self._read_fits(session)
+                await self._read_fits(session, {fits.id})
 
-    async def _read_fits(self, session: AsyncSession) -> None:
-        """All that ever were."""
-        for row in await session.scalars(select(Fit)):
-            self._fits[row.fit_id, row.bucket] = KnownFit(
-                Coefficients(row.fixed, row.prefill, row.attention, row.decode, row.context),
-                row.residual_ppm,
-            )
+    async def _read_fits(self, session: AsyncSession, fit_ids: set[str]) -> None:
+        for row in await session.scalars(select(Fit).where(Fit.fit_id.in_(fit_ids))):
+            self._fits[row.fit_id, row.bucket] = KnownFit(coefficients_of(row), row.residual_ppm)
 
     async def _book(
         self,

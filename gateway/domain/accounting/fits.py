@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from msgspec.structs import asdict, astuple
-from sqlalchemy import insert, select
+from sqlalchemy import and_, func, insert, select
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from gateway.db.engine import Database
@@ -35,6 +35,17 @@ _TINY = 1e-12
 
 Row = tuple[float, ...]
 """1, Σn, Σn(c + n/2), Σn', Σc' of a step, and its length in nanoseconds."""
+
+
+@dataclass(frozen=True)
+class StoredFits:
+    """Of one model."""
+
+    fits: Fits
+    fitted_unix_ns: int
+
+    def age_s(self, now_s: float) -> float:
+        return now_s - self.fitted_unix_ns / 1e9
 
 
 @dataclass(frozen=True)
@@ -65,11 +76,7 @@ async def refit(database: Database, model: str, sku: str) -> Fits | None:
             "bucket": bucket,
             "model": model,
             "sku": sku,
-            "fixed": fit.coefficients.fixed,
-            "prefill": fit.coefficients.prefill,
-            "attention": fit.coefficients.attention,
-            "decode": fit.coefficients.decode,
-            "context": fit.coefficients.context,
+            **asdict(fit.coefficients),
             "residual_ppm": fit.residual_ppm,
             "proportional_ppm": fit.proportional_ppm,
             "num_steps": fit.num_steps,
@@ -110,17 +117,26 @@ async def adopt(session: AsyncSession, fits: Fits, model: str, sku: str) -> None
         await session.execute(insert(Fit), rows)
 
 
-async def newest_fits(database: Database) -> dict[str, Fits]:
+async def newest_fits(database: Database) -> dict[str, StoredFits]:
     """By model, as they were stored last. Raises `UnavailableError`."""
-    found: dict[str, Fits] = {}
+    newest = (
+        select(Fit.model, func.max(Fit.fitted_unix_ns).label("at")).group_by(Fit.model).subquery()
+    )
+    query = select(Fit).join(
+        newest, and_(Fit.model == newest.c.model, Fit.fitted_unix_ns == newest.c.at)
+    )
+    found: dict[str, StoredFits] = {}
     async with database.session() as session:
-        for row in await session.scalars(select(Fit).order_by(Fit.fitted_unix_ns)):
-            if row.model not in found or found[row.model].id != row.fit_id:
-                found[row.model] = Fits(row.fit_id, {})
-            found[row.model].buckets[row.bucket] = Coefficients(
-                row.fixed, row.prefill, row.attention, row.decode, row.context
+        for row in await session.scalars(query):
+            stored = found.setdefault(
+                row.model, StoredFits(Fits(row.fit_id, {}), row.fitted_unix_ns)
             )
+            stored.fits.buckets[row.bucket] = coefficients_of(row)
     return found
+
+
+def coefficients_of(row: Fit) -> Coefficients:
+    return Coefficients(row.fixed, row.prefill, row.attention, row.decode, row.context)
 
 
 def fit_buckets(payloads: Sequence[bytes]) -> dict[str, BucketFit]:

@@ -17,6 +17,7 @@ from enum import StrEnum
 
 import msgspec
 
+from gateway.domain.accounting.metrics import Totals
 from gateway.domain.accounting.prices import NoPrice, NoPriceReason, Price, PriceBook, Pricing
 from gateway.errors import GatewayError
 from workers.protocol import Usage
@@ -45,6 +46,8 @@ class Rates:
     pricing: Pricing = field(default_factory=lambda: Pricing(PriceBook()))
     kappas: Mapping[str, Decimal] = field(default_factory=dict)
     """By model: all chip-time of the last day over that of steps, >= 1."""
+    totals: Totals = field(default_factory=Totals)
+    """For metrics."""
 
 
 class LiveCost(msgspec.Struct, frozen=True):
@@ -125,7 +128,8 @@ class LiveCosts:
         """`read` raises `GatewayError` if the database cannot tell."""
         self._read = read
         self._interval_s = interval_s
-        self._rates = Rates()
+        self.rates = Rates()
+        """As they were read last."""
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
@@ -138,12 +142,12 @@ class LiveCosts:
 
     def of(self, model: str, usages: Iterable[Usage]) -> LiveCost:
         """See `live_cost`. Asks nobody."""
-        return live_cost(self._rates, model, usages, time.time_ns())
+        return live_cost(self.rates, model, usages, time.time_ns())
 
     async def _run(self) -> None:
         while True:
             try:
-                self._rates = await self._read()
+                self.rates = await self._read()
             except GatewayError as error:
                 logger.warning("costs are told with what was read before: %s", error.message)
             except Exception:

@@ -4,17 +4,16 @@ OpenCost speaks of nodes and GPUs: a node is a running group of chips, a GPU one
 are ours. Prices that are not known are left out, never 0.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from decimal import Decimal
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 from sqlalchemy import func, select
+from sqlalchemy.ext.asyncio import AsyncSession
 
-from gateway.db.engine import Database
-from gateway.domain.accounting.prices import NANOS_PER_HOUR, NoPrice, Price, Pricing, Term
-from gateway.domain.accounting.reading import read_price_rows
+from gateway.domain.accounting.prices import NoPrice, Price, Pricing, Term
 from gateway.domain.accounting.tables import DAY_S, ChipGroup, Period, Rollup
 from workers.chip_time import Spent
 
@@ -45,28 +44,26 @@ class Totals:
     """Loaded, by model; without what has no price."""
 
 
-async def read_totals(database: Database, pricing: Pricing, now_ns: int) -> Totals:
-    """Raises `UnavailableError`."""
+async def read_totals(session: AsyncSession, pricing: Pricing, now_ns: int) -> Totals:
+    """With the prices of now for nodes, and those that lines name for dollars."""
     classes = [func.sum(getattr(Period, f"{spent.value}_ns")) for spent in Spent]
-    async with database.session() as session:
-        groups = await session.scalars(select(ChipGroup).where(ChipGroup.ended == ""))
-        nodes = [_node(group, pricing, now_ns) for group in groups]
-        spent = {
-            (row[0], name.value): int(amount)
-            for row in await session.execute(select(Period.model, *classes).group_by(Period.model))
-            for name, amount in zip(Spent, row[1:], strict=True)
-        }
-        prices = await read_price_rows(session)
-        usd: dict[str, Decimal] = {}
-        query = (
-            select(Rollup.model, Rollup.price_id, func.sum(Rollup.loaded_ns))
-            .where(Rollup.grain_s == DAY_S)
-            .group_by(Rollup.model, Rollup.price_id)
-        )
-        for model, price_id, loaded_ns in await session.execute(query):
-            if price_id in prices:
-                cost = prices[price_id].usd_per_chip_hour * int(loaded_ns) / NANOS_PER_HOUR
-                usd[model] = usd.get(model, Decimal(0)) + cost
+    groups = await session.scalars(select(ChipGroup).where(ChipGroup.ended == ""))
+    nodes = [_node(group, pricing, now_ns) for group in groups]
+    spent = {
+        (row[0], name.value): int(amount)
+        for row in await session.execute(select(Period.model, *classes).group_by(Period.model))
+        for name, amount in zip(Spent, row[1:], strict=True)
+    }
+    usd: dict[str, Decimal] = {}
+    query = (
+        select(Rollup.model, Rollup.price_id, func.sum(Rollup.loaded_ns))
+        .where(Rollup.grain_s == DAY_S)
+        .group_by(Rollup.model, Rollup.price_id)
+    )
+    for model, price_id, loaded_ns in await session.execute(query):
+        price = pricing.book.get(price_id)
+        if price is not None:
+            usd[model] = usd.get(model, Decimal(0)) + price.dollars(int(loaded_ns))
     return Totals(nodes, spent, usd)
 
 
@@ -83,16 +80,16 @@ def _node(group: ChipGroup, pricing: Pricing, now_ns: int) -> Node:
 
 
 class CostCollector(Collector):
-    """Tells the totals that were set last."""
+    """Tells the totals that were read last."""
 
-    def __init__(self) -> None:
-        self.totals = Totals()
+    def __init__(self, totals: Callable[[], Totals]) -> None:
+        self._totals = totals
 
     def describe(self) -> list[Metric]:
         return []
 
     def collect(self) -> Iterator[Metric]:
-        totals = self.totals
+        totals = self._totals()
         each = GaugeMetricFamily("node_gpu_hourly_cost", "US$ an hour of one chip", labels=_NODE)
         whole = GaugeMetricFamily(
             "node_total_hourly_cost", "US$ an hour of a group's chips", labels=_NODE

@@ -1,7 +1,7 @@
 """What prices have to be beside each other: rules that need the rows of a file and those of the book.
 
     refused    two prices of one line that are valid at once; on demand below spot in the same place
-    doubtful   on demand more than 1.5 times below the dearest of the same chip and cloud: often it is of another
+    doubtful   on demand less than two thirds of the dearest of the same chip and cloud: often it is of another
                kind of purchase, and sometimes most rows are wrong, so that no average tells
 
 Prices are compared at each moment at which one of them begins, so that the price of last year is no measure for

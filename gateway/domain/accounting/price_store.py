@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 
 from sqlalchemy import insert, select, text
 from sqlalchemy.ext.asyncio import AsyncSession
@@ -11,6 +11,9 @@ from gateway.db.engine import Database
 from gateway.domain.accounting.price_rules import sort_out
 from gateway.domain.accounting.prices import Price, PriceBook, Term
 from gateway.domain.accounting.tables import PriceRow
+
+_FIELDS = tuple(item.name for item in fields(Price))
+"""Columns have the same names."""
 
 
 @dataclass(frozen=True)
@@ -64,32 +67,9 @@ async def _lock(session: AsyncSession) -> None:
 
 def price_of_row(row: PriceRow) -> Price:
     """Raises ValueError if somebody has written a term that is none."""
-    return Price(
-        sku=row.sku,
-        region=row.region,
-        term=Term(row.term),
-        usd_per_chip_hour=row.usd_per_chip_hour,
-        effective_from_ns=row.effective_from_ns,
-        effective_to_ns=row.effective_to_ns,
-        source=row.source,
-        retrieved_at=row.retrieved_at,
-        currency=row.currency,
-        detail=row.detail,
-    )
+    return Price(**{**{name: getattr(row, name) for name in _FIELDS}, "term": Term(row.term)})
 
 
 def _row(price: Price) -> dict[str, object]:
-    return {
-        "price_id": price.id,
-        "sku": price.sku,
-        "region": price.region,
-        "term": price.term.value,
-        "usd_per_chip_hour": price.usd_per_chip_hour,
-        "currency": price.currency,
-        "effective_from_ns": price.effective_from_ns,
-        "effective_to_ns": price.effective_to_ns,
-        "source": price.source,
-        "retrieved_at": price.retrieved_at,
-        "added_unix_ns": time.time_ns(),
-        "detail": dict(price.detail),
-    }
+    own = {name: getattr(price, name) for name in _FIELDS}
+    return {**own, "price_id": price.id, "added_unix_ns": time.time_ns()}

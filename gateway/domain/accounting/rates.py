@@ -1,4 +1,4 @@
-"""Reads from the database what answers tell their cost with."""
+"""Reads from the database what answers tell their cost with, and what metrics tell of the ledger."""
 
 import time
 from decimal import Decimal
@@ -8,6 +8,7 @@ from sqlalchemy.ext.asyncio import AsyncSession
 
 from gateway.db.engine import Database
 from gateway.domain.accounting.live import Rates
+from gateway.domain.accounting.metrics import read_totals
 from gateway.domain.accounting.price_store import read_book
 from gateway.domain.accounting.prices import Pricing, Term
 from gateway.domain.accounting.tables import DAY_S, HOUR_S, Period
@@ -15,11 +16,13 @@ from gateway.settings import GatewaySettings
 
 
 async def read_rates(database: Database, settings: GatewaySettings) -> Rates:
-    """The price book and κ of the last day. Raises `UnavailableError`."""
+    """The price book, κ of the last day, and the ledger's sums. Raises `UnavailableError`."""
     async with database.session() as session:
+        pricing = await _pricing(session, settings)
         return Rates(
-            pricing=await _pricing(session, settings),
+            pricing=pricing,
             kappas=await _read_kappas(session, time.time()),
+            totals=await read_totals(session, pricing, time.time_ns()),
         )
 
 

@@ -9,6 +9,7 @@ from sqlalchemy import ColumnElement, select, text
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from gateway.db.engine import Database
+from gateway.domain.accounting.fits import coefficients_of
 from gateway.domain.accounting.recompute import Fits
 from gateway.domain.accounting.tables import Fit, PriceRow
 from workers.chip_time import Coefficients
@@ -33,9 +34,7 @@ async def read_fits(session: AsyncSession) -> Fits:
     """All coefficients that steps were ever shared by."""
     fits: dict[str, dict[str, Coefficients]] = {}
     for row in await session.scalars(select(Fit)):
-        fits.setdefault(row.fit_id, {})[row.bucket] = Coefficients(
-            row.fixed, row.prefill, row.attention, row.decode, row.context
-        )
+        fits.setdefault(row.fit_id, {})[row.bucket] = coefficients_of(row)
     return fits
 
 
