@@ -163,7 +163,7 @@ def test_the_run_stands_beside_two_gpus_and_two_tpus_with_sources(
         assert all("http" in row["source"] for row in chip["baselines"])
         assert chip["percent"] is None, "no published row is of this model"
     shown = model_server.command("cost", "report", "--beside", CHIPS).stdout
-    assert shown.count("not matched, for context") == 4
+    assert shown.count("not matched: nothing is claimed") == 4
 
 
 def test_what_if_prices_the_same_chip_time_elsewhere(model_server: ModelServer, run: Run):
